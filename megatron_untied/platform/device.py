@@ -1,0 +1,46 @@
+"""The questions whose answer differs between a GPU machine and a CPU machine."""
+
+import resource
+
+import torch
+
+
+def current_device() -> torch.device:
+    """This rank's device: the CUDA device set by :func:`select_device`, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def select_device(local_rank: int) -> torch.device:
+    """Bind this process to its node's ``local_rank``-th GPU, where there are GPUs."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+    return current_device()
+
+
+def default_backend() -> str:
+    """The collective library of this machine: nccl with CUDA, gloo without."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def synchronize() -> None:
+    """Wait until everything queued on this rank's device is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_device_bytes() -> int:
+    """Most bytes of tensors alive at once since the last reset; on a CPU the process's peak RSS.
+
+    A CPU has no allocator of its own to ask, and its figure never falls.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak_device_bytes() -> None:
+    """Start a new measurement for :func:`peak_device_bytes`, where the device can."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()

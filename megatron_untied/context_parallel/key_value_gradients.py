@@ -1,0 +1,104 @@
+"""The gradients of keys and values: summed over the chunks that used a head, then sent home."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_untied.context_parallel.all_to_all import HeadExchange, blocks
+from megatron_untied.context_parallel.chunk_loader import LoadedChunk
+from megatron_untied.context_parallel.head_schedule import HeadSchedule, Turn
+from megatron_untied.context_parallel.workspace import ChunkBuffers
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Gradients of the heads of one load: [s, b, len(heads), d] of k and of v."""
+
+    heads: range
+    tensors: tuple[Tensor, Tensor]
+    started: set[int] = field(default_factory=set)
+
+    def columns(self, heads: range) -> list[Tensor]:
+        first = heads.start - self.heads.start
+        return [x[:, :, first : first + len(heads)] for x in self.tensors]
+
+
+class KeyValueGradients:
+    """dK and dV of one attention call.
+
+    A head that a rank uses in several chunks, or that several ranks use, is summed in at least
+    fp32, so that rounding does not grow with the number of chunks. Where each head is used once
+    the kernel writes straight into what is sent, in the dtype it computes in.
+    """
+
+    def __init__(self, schedule: HeadSchedule, exchange: HeadExchange, buffers: ChunkBuffers):
+        self.exchange, self.buffers = exchange, buffers
+        dtype = buffers.like.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        self._sum_dtype = wide if schedule.kv_heads_in_many_chunks(exchange.rank) else dtype
+        self._sums: list[_Sums] = []
+        shape = (2, buffers.n, buffers.b, schedule.num_kv_heads, buffers.d)
+        home_dtype = wide if schedule.shares_kv_heads else dtype
+        home = buffers.sequence_side("dkv", 2 * schedule.num_kv_heads, home_dtype)
+        self.total = home.view(shape).zero_()
+        """[2, n, b, g, d]: dK and dV of this rank's own tokens."""
+
+    def begin(self, turn: Turn) -> None:
+        """Make room for the heads that ``turn`` loads."""
+        if turn.load:
+            names = (f"dk_sum{turn.buffer}", f"dv_sum{turn.buffer}")
+            size = len(turn.load)
+            tensors = (self.buffers.head_side(x, size, self._sum_dtype) for x in names)
+            self._sums.append(_Sums(turn.load, tuple(tensors)))
+
+    def buffers_for(self, heads: range) -> list[Tensor]:
+        """Where the kernel is to write dk and dv of ``heads``: [s, b, len(heads), d] each."""
+        sums = self._find(heads)
+        if self._sum_dtype == self.buffers.like.dtype and sums.started.isdisjoint(heads):
+            return sums.columns(heads)
+        return [self.buffers.head_side(name, len(heads)) for name in ("dk", "dv")]
+
+    def add(self, heads: range, parts: list[Tensor]) -> None:
+        """Add what the kernel wrote into the buffers for ``heads``."""
+        sums = self._find(heads)
+        for total, part in zip(sums.columns(heads), parts, strict=True):
+            if not sums.started.isdisjoint(heads):
+                total.add_(part)
+            elif part.data_ptr() != total.data_ptr():
+                total.copy_(part)
+        sums.started.update(heads)
+
+    def send_home(self, chunk: LoadedChunk, scratch: str) -> None:
+        """Send the heads finished in ``chunk`` to the ranks whose tokens they are. Collective.
+
+        ``scratch`` names a buffer that is free by now.
+        """
+        dones = [turn.done for turn in chunk.turns]
+        if not any(dones):
+            return
+        counts, size = [len(done) for done in dones], self.buffers
+        for index, total in enumerate(self.total):
+            receive = size.sequence_side(scratch, sum(counts))
+            send = self._packed(index, chunk.turn.done)
+            work = self.exchange.to_sequence(send, receive, counts, size.unit)
+            if work is not None:
+                work.wait()
+            parts = blocks(receive, counts, size.n, size.b, size.d)
+            for done, part in zip(dones, parts, strict=True):
+                total[:, :, done.start : done.stop] += part
+        self._sums = [sums for sums in self._sums if sums.heads[-1] not in chunk.turn.done]
+
+    def _find(self, heads: range) -> _Sums:
+        return next(sums for sums in self._sums if heads[0] in sums.heads)
+
+    def _packed(self, index: int, done: range) -> Tensor:
+        """Dk (0) or dv (1) of the ``done`` heads, contiguous and in the dtype that travels."""
+        for sums in self._sums:
+            if sums.heads == done and self._sum_dtype == self.buffers.like.dtype:
+                return sums.tensors[index]
+        packed = self.buffers.head_side(("dk", "dv")[index], len(done))
+        for column, head in enumerate(done):
+            one = range(head, head + 1)
+            packed[:, :, column : column + 1] = self._find(one).columns(one)[index]
+        return packed

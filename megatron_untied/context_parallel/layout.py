@@ -1,0 +1,66 @@
+"""Which tokens of the sequence a context-parallel rank owns.
+
+The sequence is cut into 2R equal blocks for a ring of R. Ring rank i owns blocks i and 2R-1-i, one
+early and one late, so that causal work is even; the A Ulysses ranks behind one ring rank own equal
+contiguous parts of those two blocks, put together. Without a ring (R = 1) that is plain: rank r of
+p owns tokens r*s/p .. (r+1)*s/p.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceLayout:
+    """The shards of one context-parallel group, seen from one rank."""
+
+    num_ulysses: int
+    num_ring: int = 1
+    rank: int = 0
+    """In the whole group: ring rank * num_ulysses + Ulysses rank."""
+    _positions: dict = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the whole group (p)."""
+        return self.num_ulysses * self.num_ring
+
+    @property
+    def divisor(self) -> int:
+        """What a sequence length must be a multiple of."""
+        return self.num_ulysses if self.num_ring == 1 else 2 * self.size
+
+    def positions(self, n: int, device: torch.device | str = "cpu") -> Tensor:
+        """Positions in the sequence of this rank's ``n`` tokens: int64 [n].
+
+        The same tensor each time, so that what is derived from it can be kept.
+        """
+        key = n, str(device)
+        if key not in self._positions:
+            self._positions[key] = self._own(n).to(device)
+        return self._positions[key]
+
+    def shard(self, x: Tensor, dim: int = -1) -> Tensor:
+        """This rank's part of ``x`` along its sequence dimension: a tensor of its own.
+
+        Raises:
+            ValueError: if the length does not divide.
+        """
+        s = x.shape[dim]
+        if s % self.divisor:
+            raise ValueError(
+                f"a sequence of {s} tokens does not divide over {self.size} context-parallel "
+                f"ranks; make --seq-length a multiple of {self.divisor}."
+            )
+        return x.index_select(dim, self.positions(s // self.size, x.device))
+
+    def _own(self, n: int) -> Tensor:
+        ring, ulysses = divmod(self.rank, self.num_ulysses)
+        block = n * self.num_ulysses // 2
+        if self.num_ring == 1:  # both blocks together, whatever their parity
+            return torch.arange(ulysses * n, (ulysses + 1) * n)
+        late = 2 * self.num_ring - 1 - ring
+        pair = [torch.arange(i * block, (i + 1) * block) for i in (ring, late)]
+        return torch.cat(pair)[ulysses * n : (ulysses + 1) * n]

@@ -1,0 +1,167 @@
+"""The megatron-core module for the ``self_attention`` slot of the standard transformer layer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_untied.context_parallel.attend import LocalAttention
+from megatron_untied.context_parallel.head_major import HeadMajor
+from megatron_untied.context_parallel.head_schedule import head_schedule
+from megatron_untied.context_parallel.kernels import AttentionKernel, Mask
+from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.context_parallel.untied import Attend, UntiedUlysses
+from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.rope import RotaryTable, rotate_
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionParts:
+    """What all attention modules of one model share; the layer spec hands it to each."""
+
+    layout: SequenceLayout
+    heads_per_chunk: int | Literal["all"]
+    overlap: bool
+    kernel: AttentionKernel
+    rotary: RotaryTable
+    workspace: Workspace
+
+
+class UntiedUlyssesSelfAttention(SelfAttention):
+    """Self-attention with head-chunked context parallelism: [n, b, m] -> [n, b, m].
+
+    Projections, query and key norms and their sharding are megatron-core's; what is ours is how
+    attention itself runs over the context-parallel ranks, and that q and k are rotated with the
+    rotary table of this rank's own tokens.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        parts: AttentionParts,
+    ):
+        super().__init__(
+            config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection
+        )
+        self.parts = parts
+        group = self.pg_collection.cp
+        self.ulysses = UntiedUlysses(
+            head_schedule(
+                self.num_attention_heads_per_partition,
+                self.num_query_groups_per_partition,
+                group.size(),
+                parts.heads_per_chunk,
+                overlap=parts.overlap and group.size() > 1,
+            ),
+            self.hidden_size_per_attention_head,
+            group,
+            parts.workspace,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, **slot_arguments: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and bias of the projection back: [n, b, m] and [m] or None.
+
+        ``attention_mask`` and megatron-core's rotary arguments are not used: the mask is causal,
+        and an s x s tensor exists nowhere.
+        """
+        q, k, v = self.get_query_key_value_tensors(hidden_states)  # [n, b, heads, d] each
+        attend = LocalAttention(
+            self.parts.kernel, Mask(causal=True), self.hidden_size_per_attention_head**-0.5
+        )
+        cos, sin = self.parts.rotary.at(self.parts.layout.positions(len(q), q.device))
+        out = _UntiedAttention.apply(q, k, v, cos, sin, self.ulysses, attend)
+        return self.linear_proj(out.flatten(2))
+
+
+class _UntiedAttention(torch.autograd.Function):
+    """q, k, v [n, b, heads, d], not yet rotated -> attention output [n, b, h, d]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, cos, sin, ulysses: UntiedUlysses, attend: Attend) -> Tensor:
+        out, ctx.lse = attention_forward(q, k, v, cos, sin, ulysses, attend)
+        ctx.save_for_backward(q, k, v, out)
+        ctx.rotary, ctx.ulysses, ctx.attend = (cos, sin), ulysses, attend
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor):
+        dq, dk, dv = attention_backward(
+            d_out, *ctx.saved_tensors, ctx.lse, *ctx.rotary, ctx.ulysses, ctx.attend
+        )
+        return dq, dk, dv, None, None, None, None
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    ulysses: UntiedUlysses,
+    attend: Attend,
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """Attention output [n, b, h, d] of this rank's tokens, and log-sum-exps. Collective."""
+    slots = _head_major("out", q, ulysses)
+    lse = ulysses.forward(FinishedProjections(q, k, v, cos, sin), slots, attend)
+    return slots.read(slice(None), torch.empty(q.shape, dtype=q.dtype, device=q.device)), lse
+
+
+def attention_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: list[list[Tensor]],
+    cos: Tensor,
+    sin: Tensor,
+    ulysses: UntiedUlysses,
+    attend: Attend,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, each of its own shape. Collective."""
+    slots, grad = _head_major("out", q, ulysses), _head_major("grad", q, ulysses)
+    slots.write(slice(None), out)
+    grad.write(slice(None), d_out)
+    source = FinishedProjections(q, k, v, cos, sin)
+    dk, dv = ulysses.backward(source, slots, lse, grad, attend)
+    dq = grad.read(slice(None), torch.empty(q.shape, dtype=q.dtype, device=q.device))
+    # dk and dv lie in the workspace: what leaves this function must not.
+    dk = rotate_(dk, cos, sin, adjoint=True, out=torch.empty_like(k))
+    return rotate_(dq, cos, sin, adjoint=True), dk, dv.to(v.dtype, copy=True)
+
+
+class FinishedProjections:
+    """Projections that exist as whole tensors; rotated on their way into the send buffer."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor):
+        self.tensors = {"q": q, "k": k, "v": v}
+        self.rotary = cos, sin
+        self.n, self.b, self.like = q.shape[0], q.shape[1], q
+
+    def write(self, kind, heads, views) -> None:
+        """See :class:`.chunk_loader.Projections`."""
+        for its, view in zip(heads, views, strict=True):
+            x = self.tensors[kind][:, :, its.start : its.stop]
+            if kind == "v":
+                view.copy_(x)
+            else:
+                rotate_(x, *self.rotary, out=view)
+
+
+def _head_major(name: str, like: Tensor, ulysses: UntiedUlysses) -> HeadMajor:
+    n, b, h, d = like.shape
+    storage = ulysses.workspace.take(f"{name}_slots", n * b * h * d, like=like)
+    return HeadMajor(storage, ulysses.schedule, n, b, d)

@@ -1,0 +1,174 @@
+"""Untied Ulysses: exchange a few heads, attend, exchange back; chunk after chunk.
+
+A rank never holds q, k, v or their gradients of more than u heads over the whole sequence. Where
+q, k and v come from is the caller's business (:class:`.chunk_loader.Projections`): finished
+tensors in the plain layer, tile-by-tile projections in the streamed one. The loop is the same.
+"""
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_untied.context_parallel.all_to_all import HeadExchange
+from megatron_untied.context_parallel.chunk_loader import ChunkLoader, LoadedChunk, Projections
+from megatron_untied.context_parallel.head_major import HeadMajor
+from megatron_untied.context_parallel.head_schedule import HeadSchedule
+from megatron_untied.context_parallel.key_value_gradients import KeyValueGradients
+from megatron_untied.context_parallel.workspace import ChunkBuffers, Workspace
+
+LogSumExps = list[list[Tensor]]
+"""By chunk, then by kernel call: each [b, heads, s]."""
+
+
+class Attend(Protocol):
+    """Attention over what one rank holds after the exchange; see :mod:`.kernels`."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Tensor:
+        """Write the attention output into ``out``; returns the log-sum-exp."""
+
+    def backward(
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        """Write the gradients into ``dq``, ``dk``, ``dv``."""
+
+
+class UntiedUlysses:
+    """Head-chunked attention of one geometry on one rank. Its methods are collective.
+
+    Buffers live in the workspace; only log-sum-exps are made anew. If the schedule overlaps, the
+    exchanges of the chunks before and after run while a chunk attends, for a second set of them.
+    """
+
+    def __init__(
+        self,
+        schedule: HeadSchedule,
+        head_width: int,
+        group: dist.ProcessGroup,
+        workspace: Workspace,
+    ):
+        self.schedule, self.head_width, self.workspace = schedule, head_width, workspace
+        self.exchange = HeadExchange(group)
+        self.limit_in_flight = 1 if schedule.overlap else 0
+
+    def forward(self, source: Projections, out: HeadMajor, attend: Attend) -> LogSumExps:
+        """Fill ``out`` with the attention of all heads."""
+        buffers, lse = self._buffers(source), []
+        chunks = self._loader(source, buffers, spare="o")
+        sending = _Sending(self.limit_in_flight)
+        for chunk in chunks:
+            slot, turn = out.slots[chunk.index], chunk.turn
+            if self.exchange.size == 1:
+                o = slot.view(-1, buffers.b, len(turn.query), buffers.d)
+            else:
+                o = buffers.head_side(chunks.set_of("o", chunk.index), len(turn.query))
+            lse.append([])
+            for piece in turn.pieces:
+                columns = piece.query_columns
+                q, (k, v) = chunk.tensors["q"][:, :, columns], chunk.key_value(piece.kv)
+                lse[-1].append(attend.forward(q, k, v, out=o[:, :, columns]))
+            sending.add(self._to_slot(o, slot, chunk))
+        sending.finish()
+        return lse
+
+    def backward(
+        self,
+        source: Projections,
+        out: HeadMajor,
+        lse: LogSumExps,
+        grad: HeadMajor,
+        attend: Attend,
+    ) -> Tensor:
+        """Turn ``grad`` from dO into dQ, slot by slot; returns dK and dV: [2, n, b, g, d].
+
+        dQ and dK are those of the rotated queries and keys. What is returned lives in the
+        workspace.
+        """
+        buffers = self._buffers(source)
+        chunks = self._loader(source, buffers, spare="dq", head_major={"do": grad, "o": out})
+        sending = _Sending(self.limit_in_flight)
+        gradients = KeyValueGradients(self.schedule, self.exchange, buffers)
+        for chunk in chunks:
+            turn = chunk.turn
+            dq = buffers.head_side(chunks.set_of("dq", chunk.index), len(turn.query))
+            gradients.begin(turn)
+            for piece, piece_lse in zip(turn.pieces, lse[chunk.index], strict=True):
+                do, q, o, dq_piece = (
+                    x[:, :, piece.query_columns] for x in (*_query_tensors(chunk), dq)
+                )
+                k, v = chunk.key_value(piece.kv)
+                dk, dv = gradients.buffers_for(piece.kv)
+                attend.backward(do, q, k, v, o, piece_lse, dq=dq_piece, dk=dk, dv=dv)
+                gradients.add(piece.kv, [dk, dv])
+            # This chunk's dO has arrived everywhere: its slot is free for dQ.
+            sending.add(self._to_slot(dq, grad.slots[chunk.index], chunk))
+            gradients.send_home(chunk, scratch=chunks.set_of("do", chunk.index))
+        sending.finish()
+        return gradients.total
+
+    def _buffers(self, source: Projections) -> ChunkBuffers:
+        return ChunkBuffers(
+            self.workspace,
+            num_ranks=self.exchange.size,
+            n=source.n,
+            b=source.b,
+            d=self.head_width,
+            like=source.like,
+        )
+
+    def _loader(
+        self,
+        source: Projections,
+        buffers: ChunkBuffers,
+        *,
+        spare: str,
+        head_major: dict[str, HeadMajor] | None = None,
+    ) -> ChunkLoader:
+        return ChunkLoader(
+            self.schedule,
+            self.exchange,
+            buffers,
+            source,
+            spare=spare,
+            head_major=head_major,
+        )
+
+    def _to_slot(self, x: Tensor, slot: Tensor, chunk: LoadedChunk) -> dist.Work | None:
+        heads = [len(turn.query) for turn in chunk.turns]
+        unit = slot.numel() // max(sum(heads), 1)
+        return self.exchange.to_sequence(x, slot, heads, unit)
+
+
+class _Sending:
+    """Exchanges on their way back: at most ``limit`` while the next chunk attends."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.works: list[dist.Work | None] = []
+
+    def add(self, work: dist.Work | None) -> None:
+        self.works.append(work)
+        self._settle(self.limit)
+
+    def finish(self) -> None:
+        self._settle(0)
+
+    def _settle(self, limit: int) -> None:
+        while len(self.works) > limit:
+            work = self.works.pop(0)
+            if work is not None:
+                work.wait()
+
+
+def _query_tensors(chunk: LoadedChunk) -> tuple[Tensor, Tensor, Tensor]:
+    return chunk.tensors["do"], chunk.tensors["q"], chunk.tensors["o"]

@@ -1,0 +1,103 @@
+"""The loop over head chunks against plain attention over the whole sequence, in float64."""
+
+import pytest
+import torch
+
+from megatron_untied.config import RotaryConfig
+from megatron_untied.context_parallel.attend import LocalAttention
+from megatron_untied.context_parallel.head_schedule import head_schedule, legal_heads_per_chunk
+from megatron_untied.context_parallel.kernels import CpuFlash, Mask
+from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.context_parallel.self_attention import attention_backward, attention_forward
+from megatron_untied.context_parallel.untied import UntiedUlysses
+from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.rope import RotaryTable
+from tests.context_parallel import reference
+from tests.distributed import rank_shard, run_on_ranks
+
+D = 8
+# Rotary tables are stored in fp32, so q and k carry a relative error of 6e-8 against float64.
+TOLERANCE = 2e-7
+
+
+def check_against_reference(group, h, g, n, b, overlap):
+    torch.manual_seed(0)
+    p = group.size()
+    q, k, v, d_out = (torch.randn(p * n, b, heads, D).double() for heads in (h, g, g, h))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = reference.attention(*map(reference.rotate, leaves[:2]), leaves[2])
+    gradients = torch.autograd.grad(expected, leaves, d_out)
+
+    attend = LocalAttention(CpuFlash(), Mask(), D**-0.5)
+    positions = SequenceLayout(num_ulysses=p, rank=group.rank()).positions(n)
+    rotary = RotaryTable(RotaryConfig(), D).at(positions)
+    workspace = Workspace()
+    mine = [rank_shard(x, group) for x in (q, k, v)]
+    for chunk in legal_heads_per_chunk(h, p):
+        schedule = head_schedule(h, g, p, chunk, overlap=overlap)
+        ulysses = UntiedUlysses(schedule, D, group, workspace)
+        out, lse = attention_forward(*mine, *rotary, ulysses, attend)
+        got = attention_backward(
+            rank_shard(d_out, group), *mine, out, lse, *rotary, ulysses, attend
+        )
+        for name, x, e in zip(
+            ("out", "dq", "dk", "dv"), (out, *got), (expected, *gradients), strict=True
+        ):
+            error = (x - rank_shard(e, group)).abs().max() / e.abs().max()
+            assert error < TOLERANCE, f"{name}, chunk {chunk}: {error:.1e}"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "heads", [(8, 8), (8, 2), (8, 1), (6, 2), (28, 4), (12, 3), (5, 5), (3, 1)]
+)
+def test_every_chunk_size_equals_plain_attention(heads, world_size, overlap):
+    run_on_ranks(check_against_reference, world_size, *heads, n=5, b=2, overlap=overlap)
+
+
+def check_buffers_are_reused(group):
+    workspace, d = Workspace(), 4
+    schedule = head_schedule(8, 2, group.size(), group.size())
+    ulysses = UntiedUlysses(schedule, d, group, workspace)
+    attend = LocalAttention(CpuFlash(), Mask(), 0.5)
+    rotary = RotaryTable(RotaryConfig(), d).at(torch.arange(6))
+    allocations = []
+    for _ in range(3):
+        q, k, v = (torch.randn(6, 1, heads, d) for heads in (8, 2, 2))
+        out, lse = attention_forward(q, k, v, *rotary, ulysses, attend)
+        attention_backward(out, q, k, v, out, lse, *rotary, ulysses, attend)
+        allocations.append((workspace.num_allocations, workspace.num_bytes))
+    assert allocations[0] == allocations[1] == allocations[2]
+
+
+def test_buffers_are_allocated_once():
+    run_on_ranks(check_buffers_are_reused, 2)
+
+
+def check_models_do_not_disturb_each_other(group):
+    attend = LocalAttention(CpuFlash(), Mask(), 0.5)
+    rotary = RotaryTable(RotaryConfig(), 4).at(torch.arange(6))
+    calls = []
+    for h, g in ((8, 2), (6, 6)):
+        schedule = head_schedule(h, g, 2, 2, overlap=True)
+        ulysses = UntiedUlysses(schedule, 4, group, Workspace())
+        q, k, v = (torch.randn(6, 1, heads, 4) for heads in (h, g, g))
+        calls.append((q, k, v, ulysses))
+
+    def alone(call):
+        *qkv, ulysses = call
+        out, lse = attention_forward(*qkv, *rotary, ulysses, attend)
+        return out, attention_backward(out, *qkv, out, lse, *rotary, ulysses, attend)
+
+    expected = [alone(call) for call in calls]
+    forwards = [attention_forward(*c[:3], *rotary, c[3], attend) for c in calls]
+    for call, (out, lse), (e_out, e_grads) in zip(calls, forwards, expected, strict=True):
+        *qkv, ulysses = call
+        grads = attention_backward(out, *qkv, out, lse, *rotary, ulysses, attend)
+        assert torch.equal(out, e_out)
+        assert all(map(torch.equal, grads, e_grads))
+
+
+def test_two_models_interleaved_do_not_disturb_each_other():
+    run_on_ranks(check_models_do_not_disturb_each_other, 2)

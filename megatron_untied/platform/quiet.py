@@ -1,0 +1,12 @@
+"""Silences what megatron-core says on every start and nobody can act on."""
+
+import logging
+import warnings
+
+
+def quiet_megatron_core() -> None:
+    """Takes effect on imports of megatron.core that come after."""
+    # Transformer Engine and Apex are optional here; what needs one of them says so itself.
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
+    # On a CPU its "GPU" generator is the CPU's own, and it warns at every fork of the two.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)

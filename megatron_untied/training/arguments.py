@@ -1,0 +1,236 @@
+"""Flags in, one ``RunConfig`` out. Nothing behind this file sees a flag."""
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NoReturn, TypeVar
+
+from megatron_untied.checkpoint.config import CheckpointConfig
+from megatron_untied.checkpoint.run_config import read_model_config
+from megatron_untied.config import (
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    Precision,
+    RotaryConfig,
+)
+from megatron_untied.data.config import DataConfig
+from megatron_untied.data.tokenizers import build_tokenizer
+from megatron_untied.platform import device
+from megatron_untied.training.config import (
+    BatchConfig,
+    DistributedConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    LoopConfig,
+    OptimizationConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from megatron_untied.training.flags import FLAGS, NOT_YET
+from megatron_untied.training.validate import validate
+
+Values = Mapping[str, Any]
+Config = TypeVar("Config")
+
+NEEDS = {
+    "num_query_groups": "group_query_attention",
+    "rope_scaling_factor": "use_rope_scaling",
+    "save_interval": "save",
+    "save_retain_interval": "save",
+    "ckpt_step": "load",
+    "finetune": "load",
+    "exit_on_missing_checkpoint": "load",
+    "use_checkpoint_args": "load",
+}
+"""Flags that say nothing without another: giving them alone is a mistake, not a choice."""
+
+
+def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
+    """The run that ``argv`` (without the program's name) asks for, checked.
+
+    Reads the tokenizer for the size of its vocabulary and, with --use-checkpoint-args, the
+    checkpoint for its architecture.
+
+    Raises:
+        ValueError: an unknown flag, a flag whose feature does not exist, a value that cannot be,
+            values that do not fit together; each with what to change.
+    """
+    given = parse_flags(argv)
+    for name, other in NEEDS.items():
+        if name in given and other not in given:
+            raise ValueError(
+                f"{_flag_name(name)} does nothing without {_flag_name(other)}; give both"
+            )
+    values = defaults() | given
+    _require(values, "seq_length", "micro_batch_size", "train_iters", "lr", "tokenizer_type")
+    data = _take(DataConfig, values, data_path=tuple(values["data_path"]))
+    parallel = _take(ParallelConfig, values)
+    config = RunConfig(
+        model=_model(given, values, data),
+        parallel=parallel,
+        memory=_take(MemoryConfig, values),
+        precision=_take(Precision, values),
+        data=data,
+        batch=_batch(values, parallel, world_size),
+        optimization=_take(OptimizationConfig, values),
+        schedule=_take(
+            ScheduleConfig, values, lr_decay_iters=_or(values, "lr_decay_iters", "train_iters")
+        ),
+        checkpoint=_take(CheckpointConfig, values),
+        evaluation=_take(EvaluationConfig, values),
+        loop=_take(LoopConfig, values),
+        logging=_take(LoggingConfig, values),
+        distributed=_distributed(values),
+        seed=values["seed"],
+    )
+    validate(config, world_size)
+    return config
+
+
+def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """The flags that were given, by name of their value; those left out are absent."""
+    _refuse(argv)
+    given, unknown = parser().parse_known_args(argv)
+    if unknown:
+        raise ValueError(_unknown(unknown))
+    return vars(given)
+
+
+def defaults() -> dict[str, Any]:
+    """What each flag is when it is left out."""
+    flags = (flag for group in FLAGS.values() for flag in group)
+    return {options.get("dest", _value_name(name)): options["default"] for name, options in flags}
+
+
+def parser() -> argparse.ArgumentParser:
+    """A parser of ``FLAGS`` whose namespace holds only what was given."""
+    built = _Parser(usage="%(prog)s FLAGS", allow_abbrev=False)
+    for title, flags in FLAGS.items():
+        group = built.add_argument_group(title)
+        for name, options in flags:
+            group.add_argument(
+                name, **options | {"default": argparse.SUPPRESS, "help": _help(options)}
+            )
+    return built
+
+
+def _help(options: dict[str, Any]) -> str:
+    described, default = options.get("help", ""), options["default"]
+    return described if default in (None, True, False, ()) else f"{described} (default: {default})"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _model(given: Values, values: Values, data: DataConfig) -> ModelConfig:
+    if values["use_checkpoint_args"]:
+        stored = read_model_config(values["load"], values["ckpt_step"])
+        rotary = replace(stored.rotary, **_rotary(given))
+        model = replace(stored, **_shared(ModelConfig, given) | {"rotary": rotary})
+    else:
+        _require(values, "num_layers", "hidden_size", "num_attention_heads")
+        model = _take(
+            ModelConfig, values, **_derived(values), rotary=RotaryConfig(**_rotary(values))
+        )
+    tokenizer = build_tokenizer(
+        data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size
+    )
+    if values["use_checkpoint_args"] and tokenizer.vocab_size != stored.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the checkpoint in "
+            f"{values['load']} {stored.vocab_size}; give the tokenizer it was trained with"
+        )
+    return replace(model, vocab_size=tokenizer.vocab_size)
+
+
+def _derived(values: Values) -> dict[str, Any]:
+    """What Megatron derives where a flag is left out."""
+    m, h = values["hidden_size"], values["num_attention_heads"]
+    if values["kv_channels"] is None and m % h:
+        raise ValueError(
+            f"--hidden-size {m} is not a multiple of --num-attention-heads {h}; "
+            f"give --kv-channels, such as {m // h}"
+        )
+    # With SwiGLU: 2/3 of the usual width, as there are three matrices instead of two.
+    ffn = (4 * m * 2 // 3) // 64 * 64 if values["swiglu"] else 4 * m
+    return {
+        "kv_channels": values["kv_channels"] or m // h,
+        "ffn_hidden_size": values["ffn_hidden_size"] or ffn,
+        "num_query_groups": values["num_query_groups"] if values["group_query_attention"] else h,
+        "max_position_embeddings": _or(values, "max_position_embeddings", "seq_length"),
+        "vocab_size": 0,  # the tokenizer says
+    }
+
+
+def _rotary(values: Values) -> dict[str, Any]:
+    names = {"base": "rotary_base", "percent": "rotary_percent"}
+    rotary = {field: values[name] for field, name in names.items() if name in values}
+    if values.get("use_rope_scaling"):
+        factor = values.get("rope_scaling_factor", defaults()["rope_scaling_factor"])
+        rotary |= {"scaling": "llama3", "scaling_factor": factor}
+    return rotary
+
+
+def _batch(values: Values, parallel: ParallelConfig, world_size: int) -> BatchConfig:
+    model_ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    one_pass = values["micro_batch_size"] * max(1, world_size // model_ranks)
+    return _take(BatchConfig, values, global_batch_size=values["global_batch_size"] or one_pass)
+
+
+def _distributed(values: Values) -> DistributedConfig:
+    here = device.default_backend()
+    backend = values["distributed_backend"] or here
+    if backend == "nccl" != here:
+        raise ValueError(
+            "--distributed-backend nccl needs GPUs, and there are none here; gloo works"
+        )
+    return DistributedConfig(backend=backend, timeout_minutes=values["distributed_timeout_minutes"])
+
+
+def _refuse(argv: Sequence[str]) -> None:
+    for token, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, _, value = token.partition("=")
+        for refused in (name, f"{name} {value or following}"):
+            if refused in NOT_YET:
+                raise ValueError(f"{refused} is refused: {NOT_YET[refused]}")
+
+
+def _unknown(tokens: Sequence[str]) -> str:
+    known = [name for group in FLAGS.values() for name, _ in group] + list(NOT_YET)
+    names = [token.partition("=")[0] for token in tokens if token.startswith("--")]
+    if not names:
+        return f"{tokens[0]!r} belongs to no flag"
+    close = difflib.get_close_matches(names[0], known, n=1)
+    return f"unknown flag {names[0]}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _value_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _flag_name(value: str) -> str:
+    return "--" + value.replace("_", "-")
+
+
+def _require(values: Values, *names: str) -> None:
+    missing = [_flag_name(name) for name in names if values[name] is None]
+    if missing:
+        raise ValueError(f"missing {' '.join(missing)}: there is no default")
+
+
+def _take(config: type[Config], values: Values, **others: Any) -> Config:
+    """``config`` with every field that has a flag's name taken from ``values``."""
+    return config(**_shared(config, values) | others)
+
+
+def _shared(config: type, values: Values) -> dict[str, Any]:
+    names = {field.name for field in fields(config)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _or(values: Values, name: str, otherwise: str) -> Any:
+    return values[otherwise] if values[name] is None else values[name]

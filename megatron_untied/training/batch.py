@@ -1,0 +1,57 @@
+"""From the samples of a dataset to the micro-batches that one rank computes on."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron_untied.data.loader import micro_batches
+from megatron_untied.training.config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """This rank's shard of a micro-batch, on its device."""
+
+    tokens: Tensor
+    """[b, s/p] int64."""
+    labels: Tensor
+    """[b, s/p] int64: the token after each, which may be the next rank's first."""
+    loss_mask: Tensor
+    """[b, s/p] fp32: 1 where the label counts, 0 where it does not."""
+
+
+GetBatch = Callable[[dict[str, Tensor], ProcessGroupCollection], Batch]
+"""(whole micro-batch, tensors [b, s] on the host; groups) -> this rank's shard of it."""
+
+
+def global_batches(
+    dataset: Dataset,
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    get_batch: GetBatch,
+    consumed_samples: int,
+) -> Iterator[list[Batch]]:
+    """For ever: what this rank computes on in one optimizer step, its micro-batches in order."""
+    samples = micro_batches(
+        dataset,
+        consumed_samples=consumed_samples,
+        micro_batch_size=config.batch.micro_batch_size,
+        data_parallel_rank=groups.dp.rank(),
+        data_parallel_size=groups.dp.size(),
+        num_workers=config.data.num_workers,
+    )
+    num_micro_batches = config.batch.num_micro_batches(groups.dp.size())
+    while True:
+        yield [get_batch(one, groups) for one in itertools.islice(samples, num_micro_batches)]
+
+
+def count_valid_tokens(batches: list[Batch], group: dist.ProcessGroup) -> int:
+    """Tokens that count in the loss, over all ``batches`` of all ranks of ``group``; collective."""
+    total = sum(batch.loss_mask.count_nonzero() for batch in batches)
+    dist.all_reduce(total, group=group)
+    return int(total)

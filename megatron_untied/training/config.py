@@ -1,0 +1,142 @@
+"""What a training run does, as values; ``RunConfig`` is all of it.
+
+The architecture and its memory are in :mod:`megatron_untied.config`. ``arguments.py`` builds
+these from flags, ``validate.py`` checks them against each other.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_untied.checkpoint.config import CheckpointConfig
+from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
+from megatron_untied.data.config import DataConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """How many tokens one optimizer step sees, and how many of them at a time."""
+
+    seq_length: int
+    """Tokens of one sample (s), over all context-parallel ranks."""
+    micro_batch_size: int
+    """Samples of one forward and backward (b)."""
+    global_batch_size: int
+    """Samples of one optimizer step, over all data-parallel ranks and micro-batches."""
+
+    def num_micro_batches(self, data_parallel_size: int) -> int:
+        """Forwards and backwards that each rank does for one optimizer step."""
+        return self.global_batch_size // (self.micro_batch_size * data_parallel_size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one optimizer step, masked ones included."""
+        return self.global_batch_size * self.seq_length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizationConfig:
+    """AdamW, and how its states are spread over ranks."""
+
+    weight_decay: float = 0.01
+    """Not applied to biases and norms."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Largest L2 norm of the gradient of the whole model; 0 does not clip and reports no norm."""
+    use_distributed_optimizer: bool = False
+    """Spread the fp32 weights and moments over the data- and context-parallel ranks: 12 bytes a
+    parameter become 12 / (ranks)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """The learning rate of every iteration: linear warmup, then one of five shapes."""
+
+    lr: float
+    """The highest learning rate."""
+    min_lr: float = 0.0
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    lr_decay_iters: int
+    """The iteration at which ``min_lr`` is reached."""
+    lr_warmup_iters: int = 0
+    lr_warmup_init: float = 0.0
+    """Learning rate at the start of the warmup."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_iters: int | None = None
+    """WSD: the last so many of ``lr_decay_iters`` anneal, those before are constant."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig:
+    """How often the loss on held-out samples is measured."""
+
+    eval_interval: int = 1000
+    eval_iters: int = 100
+    """Global batches of one evaluation; 0 never evaluates."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopConfig:
+    """How long to train, and what ends it early."""
+
+    train_iters: int
+    skip_train: bool = False
+    """Only evaluate."""
+    check_for_nan: bool = True
+    """Stop at the first loss or gradient norm that is not finite."""
+    exit_interval: int | None = None
+    """Save and exit at an iteration divisible by this."""
+    exit_duration_in_mins: float | None = None
+    exit_signal_handler: bool = False
+    """Save and exit after the iteration during which SIGTERM arrives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggingConfig:
+    """What is reported, by rank 0 alone."""
+
+    log_interval: int = 100
+    log_throughput: bool = False
+    """Add Megatron's own throughput field to the log line."""
+    tensorboard_dir: str | None = None
+    wandb_project: str | None = None
+    metrics_jsonl: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistributedConfig:
+    """How ranks find and wait for each other."""
+
+    backend: Literal["nccl", "gloo"]
+    timeout_minutes: int = 10
+    """A collective that takes longer ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Everything a training run depends on, except how many ranks it is given."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    memory: MemoryConfig
+    precision: Precision
+    data: DataConfig
+    batch: BatchConfig
+    optimization: OptimizationConfig
+    schedule: ScheduleConfig
+    checkpoint: CheckpointConfig
+    evaluation: EvaluationConfig
+    loop: LoopConfig
+    logging: LoggingConfig
+    distributed: DistributedConfig
+    seed: int = 1234
+
+    @property
+    def num_samples(self) -> tuple[int, int, int]:
+        """Training, validation and test samples that the run reads.
+
+        Every evaluation reads the same ones; the test documents are left for others.
+        """
+        train = 0 if self.loop.skip_train else self.loop.train_iters * self.batch.global_batch_size
+        return train, self.evaluation.eval_iters * self.batch.global_batch_size, 0

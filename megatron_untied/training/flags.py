@@ -1,0 +1,225 @@
+"""The flags: Megatron's, spelled as Megatron spells them, and a few of ours.
+
+Two tables and no logic. ``FLAGS`` are honored, by group, with Megatron's defaults. ``NOT_YET`` are
+flags, or single values of a flag, that are refused with the reason: when a feature lands, its line
+goes and a line in ``FLAGS`` comes. ``arguments.py`` turns what was given into a ``RunConfig``.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from megatron_untied.data.config import TOKENIZER_TYPES
+
+Flag = tuple[str, dict[str, Any]]
+
+
+def flag(name: str, kind: Callable = str, default: Any = None, **options: Any) -> Flag:
+    """A flag that takes a value; ``dest`` names the value where the flag's own name would not."""
+    return name, {"type": kind, "default": default, **options}
+
+
+def switch(name: str, help: str, *, off: str | None = None) -> Flag:
+    """A flag without a value: turns its own name on, or the value named ``off`` off."""
+    action = "store_false" if off else "store_true"
+    return name, {"action": action, "help": help, "default": bool(off)} | (
+        {"dest": off} if off else {}
+    )
+
+
+def integer(minimum: int) -> Callable[[str], int]:
+    """Parses integers that are not below ``minimum``."""
+    return _number(int, minimum)
+
+
+def real(minimum: float) -> Callable[[str], float]:
+    """Parses numbers that are not below ``minimum``."""
+    return _number(float, minimum)
+
+
+def _number(kind: type, minimum: float) -> Callable[[str], Any]:
+    noun = "an integer" if kind is int else "a number"
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {noun}") from None
+        if not value >= minimum:  # this way round refuses nan too
+            raise argparse.ArgumentTypeError(f"{text} is below {minimum}, the smallest that works")
+        return value
+
+    return parse
+
+
+def heads_per_chunk(text: str) -> int | str:
+    """Parses the number of query heads exchanged at a time, or "all"."""
+    return text if text == "all" else integer(1)(text)
+
+
+count, index, amount = integer(1), integer(0), real(0.0)
+
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "model": (
+        flag("--num-layers", count, help="transformer layers"),
+        flag("--hidden-size", count, help="width of the residual stream"),
+        flag("--ffn-hidden-size", count, help="width of the MLP (4 x hidden, with SwiGLU 8/3 x)"),
+        flag("--num-attention-heads", count, help="query heads"),
+        switch("--group-query-attention", "several query heads share a key-value head"),
+        flag("--num-query-groups", count, 1, help="key-value heads, with --group-query-attention"),
+        flag("--kv-channels", count, help="width of a head (hidden size / heads)"),
+        flag("--max-position-embeddings", count, help="longest context (the sequence length)"),
+        flag("--position-embedding-type", default="rope", choices=["rope"]),
+        flag("--rotary-base", amount, 10000.0, help="theta of the rotary embedding"),
+        flag("--rotary-percent", amount, 1.0, help="part of the head width that is rotated"),
+        switch("--use-rope-scaling", "Llama 3.1's scaling of the rotary wave lengths"),
+        flag("--rope-scaling-factor", amount, 8.0, help="stretch of --use-rope-scaling"),
+        flag("--normalization", default="LayerNorm", choices=["LayerNorm", "RMSNorm"]),
+        flag("--norm-epsilon", amount, 1e-5),
+        switch("--swiglu", "gated MLP with SiLU, instead of GELU"),
+        switch("--disable-bias-linear", "linear layers without bias", off="add_bias_linear"),
+        switch("--add-qkv-bias", "bias in the QKV projection, whatever the other layers have"),
+        switch("--qk-layernorm", "normalize each head's query and key"),
+        switch("--untie-embeddings-and-output-weights", "an output matrix of its own"),
+        flag("--make-vocab-size-divisible-by", count, 128, help="padding of the weights only"),
+        flag("--init-method-std", amount, 0.02, help="standard deviation of the first weights"),
+        flag("--hidden-dropout", real(0.0), 0.0, choices=[0.0], help="there is none"),
+        flag("--attention-dropout", real(0.0), 0.0, choices=[0.0], help="there is none"),
+    ),
+    "parallelism": (
+        flag("--tensor-model-parallel-size", count, 1),
+        switch("--sequence-parallel", "split norms and residuals over the tensor-parallel ranks"),
+        flag("--context-parallel-size", count, 1, help="ranks that share each sequence"),
+        flag("--cp-comm-type", default="a2a", choices=["a2a"], help="Ulysses"),
+        flag(
+            "--cp-heads-per-chunk",
+            heads_per_chunk,
+            "all",
+            metavar="U|all",
+            dest="heads_per_chunk",
+            help="query heads exchanged at a time: fewer need less memory",
+        ),
+        switch("--use-distributed-optimizer", "spread optimizer states over dp x cp ranks"),
+        flag("--distributed-backend", choices=["nccl", "gloo"], help="nccl with GPUs, else gloo"),
+        flag("--distributed-timeout-minutes", count, 10, help="longest collective"),
+    ),
+    "memory and precision": (
+        switch("--bf16", "compute in bf16; main weights, gradients and moments stay fp32"),
+        flag("--loss-chunk-size", count, metavar="T", help="tokens whose logits are alive at once"),
+    ),
+    "batch and optimizer": (
+        flag("--seq-length", count, help="tokens of a sample"),
+        flag("--micro-batch-size", count, help="samples of one forward and backward"),
+        flag("--global-batch-size", count, help="samples of a step (micro batch x data-parallel)"),
+        flag("--lr", amount, help="highest learning rate"),
+        flag("--min-lr", amount, 0.0),
+        flag(
+            "--lr-decay-style",
+            default="linear",
+            choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"],
+        ),
+        flag("--lr-decay-iters", count, help="iteration of the lowest rate (--train-iters)"),
+        flag("--lr-warmup-iters", index, 0),
+        flag("--lr-warmup-init", amount, 0.0),
+        flag("--lr-wsd-decay-iters", count, help="WSD: iterations of the final decay"),
+        flag(
+            "--lr-wsd-decay-style",
+            default="exponential",
+            choices=["exponential", "linear", "cosine", "minus_sqrt"],
+        ),
+        flag("--weight-decay", amount, 0.01, help="not on biases and norms"),
+        flag("--adam-beta1", amount, 0.9),
+        flag("--adam-beta2", amount, 0.999),
+        flag("--adam-eps", amount, 1e-8),
+        flag("--clip-grad", amount, 1.0, help="largest gradient norm; 0 does not clip"),
+        switch("--calculate-per-token-loss", "the loss is a mean over all tokens, as always here"),
+        flag("--seed", index, 1234),
+    ),
+    "data": (
+        flag("--tokenizer-type", choices=TOKENIZER_TYPES),
+        flag("--tokenizer-model", help="file or folder of the tokenizer"),
+        flag(
+            "--vocab-size", count, help="tokens of the tokenizer, to check; NullTokenizer needs it"
+        ),
+        flag(
+            "--data-path", nargs="+", default=(), help="prefix, or weight prefix weight prefix ..."
+        ),
+        flag(
+            "--split", default="969,30,1", help="train, validation and test parts of the documents"
+        ),
+        flag("--data-cache-path", help="folder for the sample indices"),
+        switch("--mock-data", "random tokens instead of --data-path"),
+        flag("--num-workers", index, 2, help="processes that prepare samples"),
+        switch("--reset-position-ids", "positions start again at every document"),
+        switch("--eod-mask-loss", "no loss where a document has ended"),
+    ),
+    "loop": (
+        flag("--train-iters", count, help="optimizer steps"),
+        switch("--skip-train", "only evaluate"),
+        flag("--eval-interval", count, 1000, help="iterations between evaluations"),
+        flag("--eval-iters", index, 100, help="global batches of an evaluation"),
+        flag("--exit-interval", count, help="save and exit at an iteration divisible by this"),
+        flag("--exit-duration-in-mins", amount, help="save and exit after so many minutes"),
+        switch("--exit-signal-handler", "save and exit on SIGTERM"),
+        switch(
+            "--no-check-for-nan-in-loss-and-grad", "train on, whatever comes", off="check_for_nan"
+        ),
+    ),
+    "checkpoint": (
+        flag("--save", help="folder to save to"),
+        flag("--save-interval", count, help="iterations between checkpoints"),
+        flag("--load", help="folder to load from"),
+        flag("--ckpt-step", index, help="iteration to load, instead of the latest"),
+        flag("--save-retain-interval", count, help="keep only checkpoints at multiples of this"),
+        switch("--finetune", "load weights only and start at iteration 0"),
+        switch("--no-load-optim", "leave the optimizer's states", off="load_optim"),
+        switch("--no-load-rng", "leave the random states", off="load_rng"),
+        switch("--exit-on-missing-checkpoint", "stop if --load holds no checkpoint"),
+        switch("--use-checkpoint-args", "the architecture comes from the checkpoint in --load"),
+    ),
+    "logging": (
+        flag("--log-interval", count, 100, help="iterations between log lines"),
+        switch("--log-throughput", "Megatron's throughput field in the log line"),
+        flag("--tensorboard-dir"),
+        flag("--wandb-project"),
+        flag("--metrics-jsonl", metavar="FILE", help="one JSON object a line: every iteration"),
+    ),
+}
+
+NOT_YET: dict[str, str] = {
+    # Our features on their way.
+    "--use-torch-fsdp2": "full sharding is not there yet; --use-distributed-optimizer is",
+    "--optimizer-cpu-offload": "optimizer states stay on the device",
+    "--recompute-granularity": "streamed layers are not there yet: activations stay on the device",
+    "--recompute-method": "streamed layers are not there yet",
+    "--recompute-num-layers": "streamed layers are not there yet",
+    "--cpu-offloading-num-layers": "nothing is stashed on the host yet",
+    "--park-during-attention": "nothing is stashed on the host yet",
+    "--sequence-tile-size": "streamed layers are not there yet",
+    "--verify-recompute": "streamed layers are not there yet",
+    "--no-cp-overlap": "exchanges do not overlap with attention yet",
+    "--cp-comm-type p2p": "ring attention is not there yet; a2a is",
+    "--cp-comm-type a2a+p2p": "ring attention is not there yet; a2a is",
+    "--hierarchical-context-parallel-sizes": "ring attention is not there yet",
+    "--cp-heads-per-chunk auto": "nothing plans memory yet; give a number of heads, or all",
+    "--window-size": "every query sees all keys before it",
+    "--dataloader-inter-document-masking": "documents of one sample still see each other",
+    "--sft": "there is no fine-tuning dataset yet",
+    "--seq-length-schedule": "the sequence length is constant",
+    "--attention-backend": "the kernel follows from the device",
+    "--transformer-impl": "norms and linear layers are megatron-core's local ones",
+    "--async-save": "checkpoints are written before training goes on",
+    "--profile": "there is no profiler yet",
+    "--heartbeat-seconds": "there is no heartbeat yet",
+    "--position-embedding-type yarn": "YaRN is not there yet; rope is",
+    # Megatron's that people reach for and that the design leaves out or that wait for a reason.
+    "--pipeline-model-parallel-size": "the design has no pipeline: tensor x context x data only",
+    "--expert-model-parallel-size": "there are no mixture-of-experts layers",
+    "--num-experts": "there are no mixture-of-experts layers",
+    "--fp16": "give --bf16, or neither for fp32",
+    "--fp8-format": "give --bf16, or neither for fp32",
+    "--overlap-grad-reduce": "gradients are reduced after the last micro-batch",
+    "--overlap-param-gather": "parameters are gathered before the next step begins",
+    "--train-samples": "give --train-iters",
+    "--rampup-batch-size": "the batch size is constant",
+}

@@ -1,0 +1,94 @@
+"""From a process that torchrun started to process groups and seeds."""
+
+import contextlib
+import os
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_untied.checkpoint.random_state import seed_generators
+from megatron_untied.config import ParallelConfig
+from megatron_untied.platform import device
+from megatron_untied.training.config import DistributedConfig, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What the launcher told this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+
+def read_launch() -> Launch:
+    """What torchrun said; a process started by hand is the only one."""
+    environment = os.environ  # noqa: TID251 - torchrun tells a process its rank in no other way
+    if "RANK" not in environment:
+        return Launch()
+    return Launch(
+        rank=int(environment["RANK"]),
+        world_size=int(environment["WORLD_SIZE"]),
+        local_rank=int(environment["LOCAL_RANK"]),
+    )
+
+
+def initialize(config: RunConfig, launch: Launch) -> ProcessGroupCollection:
+    """Join the other ranks, split them into groups and seed every generator.
+
+    Collective over all ranks. A process group that exists already is used as it is.
+    """
+    device.select_device(launch.local_rank)
+    if not dist.is_initialized():
+        join(config.distributed, launch)
+    groups = make_groups(config.parallel, config.distributed)
+    seed_generators(config.seed)
+    return groups
+
+
+def join(distributed: DistributedConfig, launch: Launch) -> None:
+    """Make the process group of all ranks; collective over them."""
+    # Alone there is no one to meet, so no address is needed.
+    alone = {"store": dist.HashStore()} if launch.world_size == 1 else {}
+    dist.init_process_group(
+        distributed.backend,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(minutes=distributed.timeout_minutes),
+        **alone,
+    )
+
+
+def make_groups(parallel: ParallelConfig, distributed: DistributedConfig) -> ProcessGroupCollection:
+    """The groups of tensor, context and data parallelism; collective over all ranks.
+
+    Neighboring ranks share a tensor-parallel group, then a context-parallel one, so that the
+    groups that exchange most sit closest.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        distributed_timeout_minutes=distributed.timeout_minutes,
+        create_gloo_process_groups=False,
+    )
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+@contextlib.contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Ends the process with a message instead of a traceback from every rank.
+
+    For what happens before the first step, where a ``ValueError`` or a missing file is a choice of
+    the user's. The place where it was raised is named, for the day it is ours.
+    """
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(place.filename)}:{place.lineno}"
+        raise SystemExit(f"error: {error} [{where}]") from error

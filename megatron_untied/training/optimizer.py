@@ -1,0 +1,81 @@
+"""Megatron-core's data-parallel wrapper, optimizer and schedule, configured."""
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_untied.training.config import RunConfig
+
+
+def wrap_data_parallel(
+    model: MegatronModule, config: RunConfig, groups: ProcessGroupCollection
+) -> DistributedDataParallel:
+    """``model`` with fp32 gradient buffers, summed over the data- and context-parallel ranks.
+
+    Summed, not averaged: the loss of a token is weighted by the whole batch before its backward
+    (``calculate_per_token_loss`` in the model's own configuration).
+    """
+    return DistributedDataParallel(
+        config=model.config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=config.optimization.use_distributed_optimizer,
+        ),
+        module=model,
+        pg_collection=groups,
+    )
+
+
+def build_optimizer(
+    model: DistributedDataParallel, config: RunConfig, groups: ProcessGroupCollection
+) -> MegatronOptimizer:
+    """AdamW on fp32 main parameters; vectors (norms, biases) have no weight decay.
+
+    Clipping counts each logical element once: megatron-core leaves out the copies that
+    tensor-parallel ranks hold of an unsplit parameter. Collective over all ranks.
+    """
+    optimization = config.optimization
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=config.schedule.lr,
+            min_lr=config.schedule.min_lr,
+            weight_decay=optimization.weight_decay,
+            adam_beta1=optimization.adam_beta1,
+            adam_beta2=optimization.adam_beta2,
+            adam_eps=optimization.adam_eps,
+            clip_grad=optimization.clip_grad,
+            use_distributed_optimizer=optimization.use_distributed_optimizer,
+            bf16=config.precision.bf16,
+            params_dtype=config.precision.params_dtype,
+        ),
+        [model],
+        use_gloo_process_groups=False,
+        pg_collection=groups,
+    )
+
+
+def build_scheduler(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerParamScheduler:
+    """The learning rate as a function of consumed samples; sets the first one.
+
+    Iterations become samples as in Megatron, so that ``step(increment=samples)`` and a checkpoint's
+    ``num_steps`` mean the same in both.
+    """
+    schedule, samples = config.schedule, config.batch.global_batch_size
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=schedule.lr,
+        min_lr=schedule.min_lr,
+        lr_warmup_steps=schedule.lr_warmup_iters * samples,
+        lr_decay_steps=schedule.lr_decay_iters * samples,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=config.optimization.weight_decay,
+        end_wd=config.optimization.weight_decay,
+        wd_incr_steps=config.loop.train_iters * samples,
+        wd_incr_style="constant",
+        wsd_decay_steps=(schedule.lr_wsd_decay_iters or 0) * samples,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )

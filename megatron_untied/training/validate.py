@@ -1,0 +1,155 @@
+"""Whether the parts of a run fit together: pure arithmetic on the configuration and world size.
+
+Every rank checks the same values and finds the same, before any collective. A message says what
+was given, what must hold, and a value that works, in the flags' own names.
+"""
+
+from collections.abc import Iterator
+
+from megatron_untied.config import ModelConfig
+from megatron_untied.training.config import RunConfig, ScheduleConfig
+
+
+def validate(config: RunConfig, world_size: int) -> None:
+    """Raises one ``ValueError`` that lists everything wrong, a line each."""
+    found = list(problems(config, world_size))
+    if found:
+        raise ValueError("\n".join(found))
+
+
+def problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Everything that does not fit together in ``config`` on ``world_size`` ranks."""
+    yield from _ranks(config, world_size)
+    yield from _model(config.model)
+    yield from _tensor_parallel(config)
+    yield from _context_parallel(config)
+    yield from _batch(config, world_size)
+    yield from _schedule(config.schedule)
+    for name, beta in (
+        ("1", config.optimization.adam_beta1),
+        ("2", config.optimization.adam_beta2),
+    ):
+        if beta >= 1:
+            yield f"--adam-beta{name} {beta} must be below 1, such as 0.9"
+
+
+def _ranks(config: RunConfig, world_size: int) -> Iterator[str]:
+    t = config.parallel.tensor_model_parallel_size
+    p = config.parallel.context_parallel_size
+    if world_size % (t * p):
+        yield (
+            f"{world_size} ranks do not divide into tensor parallel {t} x context parallel {p}; "
+            f"start a multiple of {t * p} ranks, or lower --tensor-model-parallel-size or "
+            "--context-parallel-size"
+        )
+
+
+def _model(model: ModelConfig) -> Iterator[str]:
+    h, g = model.num_attention_heads, model.num_query_groups
+    if h % g:
+        yield (
+            f"--num-attention-heads {h} is not a multiple of --num-query-groups {g}; "
+            f"{_divisor(h, g)} groups work"
+        )
+    if not 0 < model.rotary.percent <= 1:
+        yield f"--rotary-percent {model.rotary.percent} is outside (0, 1]; 1.0 rotates whole heads"
+    elif int(model.kv_channels * model.rotary.percent) % 2:
+        yield (
+            f"--rotary-percent {model.rotary.percent} rotates "
+            f"{int(model.kv_channels * model.rotary.percent)} of {model.kv_channels} channels of a "
+            "head; rotation goes by pairs, so an even number works"
+        )
+
+
+def _tensor_parallel(config: RunConfig) -> Iterator[str]:
+    model, t = config.model, config.parallel.tensor_model_parallel_size
+    if config.parallel.sequence_parallel and t == 1:
+        yield (
+            "--sequence-parallel splits tokens over tensor-parallel ranks, and there is 1; "
+            "leave it out, or give --tensor-model-parallel-size 2"
+        )
+    for name, size in (
+        ("num-attention-heads", model.num_attention_heads),
+        ("num-query-groups", model.num_query_groups),
+        ("ffn-hidden-size", model.ffn_hidden_size),
+    ):
+        if size % t:
+            yield (
+                f"--{name} {size} does not divide over --tensor-model-parallel-size {t}; "
+                f"{_divisor(size, t)} tensor-parallel ranks work"
+            )
+
+
+def _context_parallel(config: RunConfig) -> Iterator[str]:
+    parallel, s = config.parallel, config.batch.seq_length
+    p = parallel.context_parallel_size
+    t = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    if s % (p * t):
+        over = f"{p} context-parallel" + (f" x {t} sequence-parallel" if t > 1 else "")
+        yield f"--seq-length {s} does not divide over {over} ranks; {_multiple(s, p * t)} does"
+    u = parallel.heads_per_chunk
+    if u == "all":
+        return
+    if u % p:
+        yield (
+            f"--cp-heads-per-chunk {u} is not a multiple of --context-parallel-size {p}: each rank "
+            f"attends with as many heads as the others; {_multiple(u, p)} works"
+        )
+    heads_a_rank = config.model.num_attention_heads // parallel.tensor_model_parallel_size
+    most = -(-heads_a_rank // p) * p
+    if u > most:
+        yield (
+            f"--cp-heads-per-chunk {u} is more than the {heads_a_rank} query heads of a "
+            f"tensor-parallel rank; {most} or all exchanges them at once"
+        )
+
+
+def _batch(config: RunConfig, world_size: int) -> Iterator[str]:
+    batch, parallel = config.batch, config.parallel
+    model_ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    data_parallel_size = max(1, world_size // model_ranks)
+    a_pass = batch.micro_batch_size * data_parallel_size
+    if batch.global_batch_size % a_pass:
+        yield (
+            f"--global-batch-size {batch.global_batch_size} is not a multiple of "
+            f"--micro-batch-size {batch.micro_batch_size} x {data_parallel_size} data-parallel "
+            f"ranks; {_multiple(batch.global_batch_size, a_pass)} is"
+        )
+    if batch.seq_length > config.model.max_position_embeddings:
+        yield (
+            f"--seq-length {batch.seq_length} is above --max-position-embeddings "
+            f"{config.model.max_position_embeddings}; give --max-position-embeddings "
+            f"{batch.seq_length}"
+        )
+
+
+def _schedule(schedule: ScheduleConfig) -> Iterator[str]:
+    for name, value in (("min-lr", schedule.min_lr), ("lr-warmup-init", schedule.lr_warmup_init)):
+        if value > schedule.lr:
+            yield f"--{name} {value} is above --lr {schedule.lr}; {schedule.lr / 10} is not"
+    if schedule.lr_warmup_iters >= schedule.lr_decay_iters:
+        yield (
+            f"--lr-warmup-iters {schedule.lr_warmup_iters} is not below --lr-decay-iters "
+            f"{schedule.lr_decay_iters} (--train-iters, unless given); "
+            f"{schedule.lr_decay_iters // 10} is"
+        )
+    if schedule.lr_decay_style != "WSD":
+        return
+    annealing, available = schedule.lr_wsd_decay_iters, schedule.lr_decay_iters
+    if annealing is None:
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-iters, such as {max(1, available // 10)}"
+    elif annealing > available - schedule.lr_warmup_iters:
+        yield (
+            f"--lr-wsd-decay-iters {annealing} is more than the iterations between warmup and "
+            f"--lr-decay-iters; at most {available - schedule.lr_warmup_iters} works"
+        )
+
+
+def _multiple(value: int, of: int) -> int:
+    """The multiple of ``of`` that is nearest below ``value``, or ``of``."""
+    return max(of, value - value % of)
+
+
+def _divisor(value: int, below: int) -> int:
+    """The largest divisor of ``value`` that is not above ``below``."""
+    return next(n for n in range(below, 0, -1) if value % n == 0)

@@ -1,0 +1,84 @@
+r"""Pretrain a GPT-style model whose sequences are shared by context-parallel ranks.
+
+On a laptop: random tokens, two ranks for each sequence, two query heads exchanged at a time.
+
+    python -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py \
+        --num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --disable-bias-linear \
+        --normalization RMSNorm --untie-embeddings-and-output-weights --seq-length 256 \
+        --context-parallel-size 2 --cp-heads-per-chunk 2 --micro-batch-size 1 \
+        --global-batch-size 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 \
+        --train-iters 20 --lr 1e-3 --log-interval 5 --eval-interval 10 --eval-iters 2
+
+On a node of eight GPUs: --nproc-per-node 8, --bf16, --use-distributed-optimizer and a real model.
+Real text, checkpoints and metrics: examples/pretrain_tiny.sh. All flags: pretrain_gpt.py --help.
+"""
+
+import sys
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.data.datasets import Datasets, build_datasets
+from megatron_untied.data.tokenizers import build_tokenizer
+from megatron_untied.model import UntiedGPTModel, build_model
+from megatron_untied.platform import device
+from megatron_untied.training.arguments import parse_arguments
+from megatron_untied.training.batch import Batch
+from megatron_untied.training.initialize import errors_in_one_line, read_launch
+from megatron_untied.training.pretrain import pretrain
+
+
+def model_provider(config, groups) -> UntiedGPTModel:
+    """This rank's share of the model, its weights not drawn yet."""
+    return build_model(config.model, config.parallel, config.memory, config.precision, groups)
+
+
+def datasets_provider(config) -> Datasets:
+    """Samples of ``--data-path`` or ``--mock-data`` for the whole run."""
+    data = config.data
+    tokenizer = build_tokenizer(
+        data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size
+    )
+    return build_datasets(
+        data,
+        tokenizer,
+        seq_length=config.batch.seq_length,
+        num_samples=config.num_samples,
+        seed=config.seed,
+    )
+
+
+def get_batch(samples: dict[str, Tensor], groups) -> Batch:
+    """This rank's tokens of a micro-batch: [b, s] -> [b, s/p], on its device.
+
+    Labels are cut from the whole sequence too, so a shard's last label is the next shard's token.
+    """
+    layout = SequenceLayout(num_ulysses=groups.cp.size(), rank=groups.cp.rank())
+    shard = {name: layout.shard(x).to(device.current_device()) for name, x in samples.items()}
+    return Batch(tokens=shard["tokens"], labels=shard["labels"], loss_mask=shard["loss_mask"])
+
+
+def forward_step(model, batch: Batch, token_weights: Tensor) -> Tensor:
+    """This rank's part of the loss: the sum over its tokens of weight x cross-entropy."""
+    return model(batch.tokens, labels=batch.labels, token_weights=token_weights)
+
+
+def main() -> None:
+    """One rank of a run; torchrun starts as many as there are."""
+    launch = read_launch()
+    with errors_in_one_line():
+        config = parse_arguments(sys.argv[1:], world_size=launch.world_size)
+    pretrain(
+        config,
+        launch,
+        model_provider=model_provider,
+        datasets_provider=datasets_provider,
+        get_batch=get_batch,
+        forward_step=forward_step,
+    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+import re
+
+import pytest
+
+from megatron_untied.config import RotaryConfig
+from megatron_untied.training.arguments import defaults, parse_arguments, parse_flags, parser
+from megatron_untied.training.flags import FLAGS, NOT_YET
+from tests.training.command_line import command_line, tiny_config
+
+
+def rejects(message: str):
+    return pytest.raises(ValueError, match=re.escape(message))
+
+
+def test_flags_become_one_configuration():
+    config = tiny_config(
+        world_size=4,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        bf16=True,
+        cp_heads_per_chunk=4,
+        loss_chunk_size=16,
+        adam_beta2=0.95,
+        lr_warmup_iters=3,
+        no_load_optim=True,
+        no_check_for_nan_in_loss_and_grad=True,
+        qk_layernorm=True,
+        rotary_base=5e5,
+    )
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert config.parallel.sequence_parallel
+    assert config.parallel.heads_per_chunk == 4
+    assert config.precision.bf16
+    assert config.memory.loss_chunk_size == 16
+    assert config.optimization.adam_beta2 == 0.95
+    assert config.schedule.lr_warmup_iters == 3
+    assert not config.checkpoint.load_optim
+    assert config.checkpoint.load_rng
+    assert not config.loop.check_for_nan
+    assert not config.model.add_bias_linear
+    assert config.model.qk_layernorm
+    assert config.model.vocab_size == 251  # NullTokenizer adds an end of document
+    assert config.model.rotary == RotaryConfig(base=5e5)
+    assert config.distributed.timeout_minutes == 10
+
+
+def test_defaults_are_megatrons():
+    config = tiny_config(
+        swiglu=None,
+        ffn_hidden_size=None,
+        group_query_attention=None,
+        num_query_groups=None,
+        normalization=None,
+        disable_bias_linear=None,
+        untie_embeddings_and_output_weights=None,
+        global_batch_size=None,
+    )
+    model = config.model
+    assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (256, 8, 8)
+    assert (model.normalization, model.add_bias_linear) == ("LayerNorm", True)
+    assert not model.untie_embeddings_and_output_weights
+    assert model.max_position_embeddings == config.batch.seq_length
+    assert config.schedule.lr_decay_iters == config.loop.train_iters
+    assert (config.schedule.min_lr, config.schedule.lr_decay_style) == (0.0, "linear")
+    assert (config.seed, config.optimization.weight_decay) == (1234, 0.01)
+
+
+def test_swiglu_width_is_two_thirds_of_four_hidden_rounded_down_to_64():
+    assert tiny_config(ffn_hidden_size=None, hidden_size=4096).model.ffn_hidden_size == 10880
+
+
+def test_global_batch_is_one_pass_of_the_data_parallel_ranks_unless_given():
+    config = tiny_config(world_size=6, context_parallel_size=2, micro_batch_size=2,
+                         global_batch_size=None)  # fmt: skip
+    assert config.batch.global_batch_size == 6
+
+
+def test_rope_scaling_is_llama3s():
+    rotary = tiny_config(use_rope_scaling=True, rope_scaling_factor=32).model.rotary
+    assert rotary == RotaryConfig(scaling="llama3", scaling_factor=32.0)
+
+
+def test_a_value_may_follow_an_equals_sign():
+    assert parse_arguments([*command_line(), "--lr=0.5"], world_size=1).schedule.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num-layer", "2"], "unknown flag --num-layer; did you mean --num-layers?"),
+        (["--recompute-granularty=full"], "did you mean --recompute-granularity?"),
+        (["--zzz"], "unknown flag --zzz"),
+        (["stray"], "'stray' belongs to no flag"),
+        (["--num-layers", "0"], "argument --num-layers: 0 is below 1, the smallest that works"),
+        (["--num-layers", "two"], "argument --num-layers: 'two' is not an integer"),
+        (["--lr", "nan"], "argument --lr: nan is below 0"),
+        (["--lr", "fast"], "argument --lr: 'fast' is not a number"),
+        (["--hidden-dropout", "0.1"], "argument --hidden-dropout: invalid choice: 0.1"),
+        (["--cp-heads-per-chunk", "some"], "'some' is not an integer"),
+        (["--lr-decay-style", "step"], "argument --lr-decay-style: invalid choice: 'step'"),
+    ],
+)
+def test_rejects_what_no_flag_means(argv, message):
+    with rejects(message):
+        parse_flags(argv)
+
+
+@pytest.mark.parametrize("refused", NOT_YET)
+def test_refuses_flags_whose_feature_does_not_exist(refused):
+    name, _, value = refused.partition(" ")
+    with rejects(f"{refused} is refused: {NOT_YET[refused]}"):
+        parse_flags(["--seed", "1", name, value or "1"])
+    with rejects(f"{refused} is refused: {NOT_YET[refused]}"):
+        parse_flags([f"{name}={value or 1}"])
+
+
+def test_no_flag_is_both_honored_and_refused():
+    honored = {name for group in FLAGS.values() for name, _ in group}
+    assert not honored & NOT_YET.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": None, "train_iters": None}, "missing --train-iters --lr: there is no default"),
+        ({"num_layers": None}, "missing --num-layers"),
+        ({"tokenizer_type": None}, "missing --tokenizer-type"),
+        ({"group_query_attention": None},
+         "--num-query-groups does nothing without --group-query-attention; give both"),
+        ({"rope_scaling_factor": 4}, "--rope-scaling-factor does nothing without --use-rope-scaling"),
+        ({"save_interval": 5}, "--save-interval does nothing without --save"),
+        ({"finetune": True}, "--finetune does nothing without --load"),
+        ({"use_checkpoint_args": True}, "--use-checkpoint-args does nothing without --load"),
+        ({"hidden_size": 60}, "--hidden-size 60 is not a multiple of --num-attention-heads 8; "
+                              "give --kv-channels, such as 7"),
+        ({"mock_data": None}, "give either --data-path or --mock-data"),
+        ({"distributed_backend": "nccl"}, "--distributed-backend nccl needs GPUs"),
+    ],
+)  # fmt: skip
+def test_rejects_flags_that_need_others(changes, message):
+    with rejects(message):
+        tiny_config(**changes)
+
+
+def test_every_default_reaches_help():
+    text = " ".join(parser().format_help().split())
+    for name in (name for group in FLAGS.values() for name, _ in group):
+        assert name in text
+    assert "default: 1000" in text
+    assert defaults()["eval_interval"] == 1000

@@ -1,6 +1,7 @@
 """Turns documents into token ids on several processes, in the order of the documents."""
 
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Encoder:
         return EncodedDocument(ids=ids, num_bytes=document.num_bytes)
 
     def _encode(self, text: str) -> np.ndarray:
+        text.encode("utf-8")  # raises what is wrong with lone surrogates; tokenizers do not say
         ids = self.tokenizer.tokenize(text) if text else []
         if ids and not 0 <= min(ids) <= max(ids) < self.tokenizer.vocab_size:
             raise ValueError(
@@ -102,8 +104,8 @@ class _Worker:
         except EOFError:
             self._process.join()
             raise RuntimeError(
-                f"a tokenizer process died (exit code {self._process.exitcode}); out of memory? "
-                "fewer --workers hold less"
+                f"a tokenizer process died (exit code {self._process.exitcode}; -9 is most often "
+                "a lack of memory: give fewer --workers)"
             ) from None
         if isinstance(answer, ValueError):
             raise answer
@@ -116,6 +118,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection, parents_end: Connection, encode: Encoder) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt ends
     parents_end.close()  # or this process would outlive a parent that is killed
     while True:
         try:

@@ -68,6 +68,4 @@ def _load(tokenizer_type: TokenizerType, model: str) -> MegatronTokenizerBase:
         )
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"--tokenizer-model {model} is not a {tokenizer_type}: {reason}"
-        ) from error
+        raise ValueError(f"--tokenizer-model {model}: not a {tokenizer_type} ({reason})") from error

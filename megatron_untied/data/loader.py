@@ -1,0 +1,71 @@
+"""The order in which samples are trained on, and the micro-batches one rank reads of them.
+
+Global batch k of size B holds samples kB .. (k+1)B - 1 whatever the number of ranks: a resumed run
+continues at the number of samples it has consumed. Data-parallel ranks take turns within it, a
+micro-batch each. Ranks that share a data-parallel rank (tensor and context parallel) read the same.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+FIELDS = ("tokens", "labels", "loss_mask", "positions")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchSampler:
+    """Sample numbers of one data-parallel rank's micro-batches, for ever."""
+
+    num_samples: int
+    """Samples in the dataset; after the last comes the first."""
+    consumed_samples: int
+    """Samples of all ranks already trained on."""
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
+        while True:
+            yield [(first + i) % self.num_samples for i in range(self.micro_batch_size)]
+            first += self.micro_batch_size * self.data_parallel_size
+
+
+def micro_batches(
+    dataset: Dataset,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    num_workers: int,
+) -> Iterator[dict[str, Tensor]]:
+    """An endless iterator over this rank's micro-batches, dicts of host tensors [b, s].
+
+    A global batch is B / (b * data_parallel_size) of them. What comes does not depend on
+    ``num_workers`` nor on whether the run was interrupted.
+    """
+    sampler = MicroBatchSampler(
+        num_samples=len(dataset),
+        consumed_samples=consumed_samples,
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+    )
+    return iter(
+        DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=_stack,
+            # Otherwise the loader draws its seed from the run's own random numbers.
+            generator=torch.Generator(),
+        )
+    )
+
+
+def _stack(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([sample[name] for sample in samples]) for name in FIELDS}

@@ -1,0 +1,104 @@
+import os
+import struct
+
+import numpy as np
+import pytest
+
+from megatron_untied.data.indexed_files import open_indexed_files
+from tests.data.corpus import write_token_files
+
+DOCUMENTS = [[1, 2, 3], [4], [5, 6]]
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write_token_files(tmp_path / "data", DOCUMENTS)
+
+
+def overwrite(path, offset, data):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_reads_what_was_written(tmp_path, dtype):
+    files = open_indexed_files(write_token_files(tmp_path / "x", DOCUMENTS, dtype), vocab_size=7)
+    assert files.lengths.tolist() == [3, 1, 2]
+    assert files.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert files.tokens.dtype == dtype
+
+
+def test_fingerprint_follows_document_lengths_only(tmp_path):
+    first, same, other = (
+        open_indexed_files(write_token_files(tmp_path / name, documents)).fingerprint()
+        for name, documents in (("a", DOCUMENTS), ("b", [[9, 9, 9], [9], [9, 9]]), ("c", [[1]]))
+    )
+    assert first == same != other
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_rejects_a_missing_file(prefix, ending):
+    os.remove(prefix + ending)
+    with pytest.raises(FileNotFoundError, match=f"there is no .*data{ending}; give the name"):
+        open_indexed_files(prefix)
+
+
+def test_rejects_a_truncated_bin(prefix):
+    os.truncate(prefix + ".bin", 10)
+    with pytest.raises(ValueError, match=r"is 10 bytes; .* 6 tokens, 12 bytes: cut short"):
+        open_indexed_files(prefix)
+
+
+def test_rejects_an_oversized_bin(prefix):
+    overwrite(prefix + ".bin", 12, b"xx")
+    with pytest.raises(ValueError, match=r"is 14 bytes; .* 12 bytes: not the pair of this .idx"):
+        open_indexed_files(prefix)
+
+
+@pytest.mark.parametrize("size", [0, 33])
+def test_rejects_an_idx_shorter_than_its_header(prefix, size):
+    os.truncate(prefix + ".idx", size)
+    with pytest.raises(ValueError, match=f"is {size} bytes, shorter than its header"):
+        open_indexed_files(prefix)
+
+
+@pytest.mark.parametrize(("offset", "data"), [(0, b"X"), (9, b"\x02"), (17, b"\x07")])
+def test_rejects_another_format_version_or_dtype(prefix, offset, data):
+    overwrite(prefix + ".idx", offset, data)
+    with pytest.raises(ValueError, match="is not a Megatron index of integer tokens"):
+        open_indexed_files(prefix)
+
+
+def test_rejects_an_idx_of_the_wrong_size(prefix):
+    os.truncate(prefix + ".idx", os.path.getsize(prefix + ".idx") - 1)
+    with pytest.raises(ValueError, match="3 documents need 102: it is incomplete or damaged"):
+        open_indexed_files(prefix)
+
+
+@pytest.mark.parametrize(
+    ("offset", "data"), [(34, struct.pack("<i", -3)), (102 - 8, struct.pack("<q", 4))]
+)
+def test_rejects_impossible_lengths_and_bounds(prefix, offset, data):
+    overwrite(prefix + ".idx", offset, data)
+    with pytest.raises(ValueError, match="has impossible document bounds"):
+        open_indexed_files(prefix)
+
+
+def test_rejects_an_index_of_no_documents(prefix):
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 0, 1)
+    with open(prefix + ".idx", "wb") as file:
+        file.write(header + struct.pack("<q", 0))
+    with pytest.raises(ValueError, match="holds no documents"):
+        open_indexed_files(prefix)
+
+
+def test_rejects_tokens_outside_the_vocabulary(prefix):
+    with pytest.raises(ValueError, match="holds token 6, the tokenizer has 6: preprocess again"):
+        open_indexed_files(prefix, vocab_size=6)
+
+
+def test_rejects_negative_tokens(tmp_path):
+    prefix = write_token_files(tmp_path / "negative", [[1, -2]], np.int32)
+    with pytest.raises(ValueError, match="holds token -2"):
+        open_indexed_files(prefix, vocab_size=6)

@@ -1,0 +1,85 @@
+from itertools import islice
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from megatron_untied.data.loader import micro_batches
+
+
+class Numbered(Dataset):
+    """Sample i holds i everywhere, and a field that the model is not given."""
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        fields = ("tokens", "labels", "loss_mask", "positions")
+        return {name: torch.full((3,), index) for name in fields} | {"dataset_id": 0}
+
+
+def order(num_batches, *, rank=0, size=1, micro_batch_size=2, consumed_samples=0, num_workers=0):
+    batches = micro_batches(
+        Numbered(),
+        consumed_samples=consumed_samples,
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=rank,
+        data_parallel_size=size,
+        num_workers=num_workers,
+    )
+    return [batch["tokens"][:, 0].tolist() for batch in islice(batches, num_batches)]
+
+
+def test_batches_have_the_four_fields():
+    batch = next(
+        micro_batches(
+            Numbered(),
+            consumed_samples=0,
+            micro_batch_size=2,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            num_workers=0,
+        )
+    )
+    assert list(batch) == ["tokens", "labels", "loss_mask", "positions"]
+    assert all(tensor.shape == (2, 3) for tensor in batch.values())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_a_global_batch_is_the_same_samples_on_any_ranks(size, micro_batch_size):
+    num_batches = 12 // (size * micro_batch_size)  # three global batches of 12
+    ranks = [
+        order(3 * num_batches, rank=rank, size=size, micro_batch_size=micro_batch_size)
+        for rank in range(size)
+    ]
+    for batch in range(3):
+        steps = slice(batch * num_batches, (batch + 1) * num_batches)
+        seen = sorted(i for rank in ranks for samples in rank[steps] for i in samples)
+        assert seen == list(range(12 * batch, 12 * (batch + 1)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resuming_continues_where_it_stopped(num_workers):
+    whole = order(12, rank=1, size=2, num_workers=num_workers)
+    resumed = order(7, rank=1, size=2, consumed_samples=5 * 2 * 2, num_workers=num_workers)
+    assert whole[5:] == resumed
+
+
+def test_another_number_of_ranks_resumes_at_the_same_sample():
+    assert order(2, size=3, rank=0, micro_batch_size=1, consumed_samples=8) == [[8], [11]]
+
+
+def test_the_first_sample_follows_the_last():
+    assert order(3, micro_batch_size=20) == [
+        list(range(20)),
+        list(range(20, 40)),
+        [*range(40, 50), *range(10)],
+    ]
+
+
+def test_the_runs_random_numbers_are_left_alone():
+    before = torch.get_rng_state()
+    order(2)
+    order(2, num_workers=1)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,46 @@
+import pytest
+import sentencepiece
+
+from tests.data.corpus import NASTY_TEXTS, write_jsonl
+from tools import train_tokenizer
+
+TEXTS = [*NASTY_TEXTS, "def f(x):\n        return x + 2 * y\n" * 30]
+
+
+def run(tmp_path, name, *flags):
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+    prefix = tmp_path / "new" / name
+    train_tokenizer.main(["--input", str(corpus), "--model-prefix", str(prefix), *flags])
+    return (tmp_path / "new" / f"{name}.model").read_bytes()
+
+
+def test_gives_back_every_text_and_learns_indentation(tmp_path):
+    model = run(tmp_path, "exact", "--vocab-size", "340")
+    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.vocab_size() == 340
+    assert len(tokenizer.encode(" " * 8)) == 1
+    assert (tokenizer.unk_id(), tokenizer.bos_id(), tokenizer.eos_id()) == (0, 1, 2)
+
+
+def test_is_the_same_for_the_same_seed(tmp_path):
+    flags = ["--vocab-size", "330", "--input-sentence-size", "12"]
+    first, again = (run(tmp_path, name, *flags) for name in "ab")
+    assert first == again
+
+
+def test_samples_every_line_alike():
+    drawn = [line for seed in range(3000) for line in train_tokenizer.sample("abcde", 2, seed=seed)]
+    assert len(drawn) == 6000
+    for letter in "abcde":  # 1200 each in the mean, 27 standard deviation
+        assert abs(drawn.count(letter) - 1200) < 130
+    assert train_tokenizer.sample("abc", 9, seed=0) == list("abc")
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "message"), [(9999, "Vocabulary size too high"), (100, "smaller than required")]
+)
+def test_rejects_a_vocabulary_that_does_not_fit_the_text(tmp_path, vocab_size, message):
+    with pytest.raises(SystemExit, match=f"--vocab-size {vocab_size}: .*{message}"):
+        run(tmp_path, "bad", "--vocab-size", str(vocab_size))

@@ -123,10 +123,14 @@ def _serve(rank: int, world_size: int, store: str, pipe) -> None:
 
 
 def _forget_model_parallel_groups() -> None:
+    """Give every group but WORLD back: each has threads of its own, and a pool lives long."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 @atexit.register

@@ -115,7 +115,7 @@ class ChunkLoader:
             before.wait()  # it may still be reading the send buffers
             chunk.held = [each for each in before.held if set(each.heads) & set(chunk.turn.kv)]
         for name, tensor in self.head_major.items():
-            self._bring(chunk, name, tensor.slots[index])
+            self._bring(chunk, name, tensor.slot(index))
         chunk.tensors["q"] = self._project(chunk, "q", self.set_of("q", index), queries)
         if any(turn.load for turn in turns):
             loads, buffer = [turn.load for turn in turns], chunk.turn.buffer

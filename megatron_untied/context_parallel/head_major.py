@@ -1,36 +1,99 @@
 """[n, b, h, d] kept so that a chunk's heads are one buffer, ready to be exchanged."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
 from torch import Tensor
 
 from megatron_untied.context_parallel.all_to_all import blocks
 from megatron_untied.context_parallel.head_schedule import HeadSchedule
 
 
-class HeadMajor:
+class HeadMajor(Protocol):
     """All query heads of a rank's tokens, chunk after chunk and, in a chunk, rank after rank.
 
-    ``slots[j]`` is the flat sequence-side buffer of chunk j's exchange: what arrives lands in its
+    The slot of chunk j is the flat sequence-side buffer of its exchange: what arrives lands in its
     place, and what leaves needs no copy.
     """
 
-    def __init__(self, storage: Tensor, schedule: HeadSchedule, n: int, b: int, d: int):
-        """``storage`` is flat, n * b * h * d elements."""
-        self.shape = (n, b, schedule.num_heads, d)
-        counts = [[len(turn.query) for turn in chunk] for chunk in schedule.chunks]
-        self.slots = storage.split([n * b * d * sum(row) for row in counts])
+    def slot(self, index: int) -> Tensor:
+        """A chunk's heads on the device, to be sent; valid until the slot after next is asked."""
+
+    def landing(self, index: int) -> Tensor:
+        """Where a chunk's heads are to arrive on the device."""
+
+    def landed(self, index: int) -> None:
+        """Say that they have arrived."""
+
+    def rows(self, rows: Sequence[slice]) -> Tensor:
+        """Several runs of tokens, one after the other: a new [t, b, h, d], natural order."""
+
+    def write(self, rows: slice, value: Tensor) -> None:
+        """Put ``value`` [t, b, h, d], heads in natural order, in the places of tokens ``rows``."""
+
+    def release(self) -> None:
+        """Nothing will be read any more."""
+
+
+class HeadMajorShape:
+    """Where the heads of [n, b, h, d] lie: integers only."""
+
+    def __init__(self, schedule: HeadSchedule, n: int, b: int, d: int):
+        self.n, self.b, self.h, self.d = n, b, schedule.num_heads, d
+        self.overlap = schedule.overlap
+        self.heads = [[turn.query for turn in chunk] for chunk in schedule.chunks]
+        """By chunk and rank."""
+        self.counts = [[len(heads) for heads in chunk] for chunk in self.heads]
+        self.slot_numels = [n * b * d * sum(counts) for counts in self.counts]
+        self.numel = sum(self.slot_numels)
+
+    def blocks(self, index: int, slot: Tensor) -> list[tuple[range, Tensor]]:
+        """The heads of each rank in a chunk's flat slot, with their view [n, b, heads, d]."""
+        views = blocks(slot, self.counts[index], self.n, self.b, self.d)
+        return list(zip(self.heads[index], views, strict=True))
+
+    def empty_rows(self, rows: Sequence[slice], like: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """A new [t, b, h, d] for several runs of tokens, and its part for each run."""
+        counts = [run.stop - run.start for run in rows]
+        out = torch.empty(sum(counts), self.b, self.h, self.d, dtype=like.dtype, device=like.device)
+        return out, list(out.split(counts))
+
+
+class DeviceHeadMajor:
+    """Head-major slots in one flat tensor on the device. See :class:`HeadMajor`."""
+
+    def __init__(self, storage: Tensor, shape: HeadMajorShape):
+        """``storage`` is flat, ``shape.numel`` elements."""
+        self.shape = shape
+        self._slots = storage.split(shape.slot_numels)
         self._views = [
-            (turn.query, view)
-            for chunk, row, slot in zip(schedule.chunks, counts, self.slots, strict=True)
-            for turn, view in zip(chunk, blocks(slot, row, n, b, d), strict=True)
+            block for index, slot in enumerate(self._slots) for block in shape.blocks(index, slot)
         ]
 
-    def read(self, rows: slice, out: Tensor) -> Tensor:
-        """Tokens ``rows`` with heads in natural order, into ``out`` [rows, b, h, d]."""
-        for heads, view in self._views:
-            out[:, :, heads.start : heads.stop] = view[rows]
+    def slot(self, index: int) -> Tensor:
+        """See :class:`HeadMajor`."""
+        return self._slots[index]
+
+    def landing(self, index: int) -> Tensor:
+        """See :class:`HeadMajor`."""
+        return self._slots[index]
+
+    def landed(self, index: int) -> None:
+        """See :class:`HeadMajor`."""
+
+    def rows(self, rows: Sequence[slice]) -> Tensor:
+        """See :class:`HeadMajor`."""
+        out, parts = self.shape.empty_rows(rows, self._slots[0])
+        for run, part in zip(rows, parts, strict=True):
+            for heads, view in self._views:
+                part[:, :, heads.start : heads.stop] = view[run]
         return out
 
     def write(self, rows: slice, value: Tensor) -> None:
-        """Put ``value`` [rows, b, h, d], heads in natural order, in its places."""
+        """See :class:`HeadMajor`."""
         for heads, view in self._views:
             view[rows] = value[:, :, heads.start : heads.stop]
+
+    def release(self) -> None:
+        """See :class:`HeadMajor`."""

@@ -11,7 +11,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_untied.context_parallel.attend import LocalAttention
-from megatron_untied.context_parallel.head_major import HeadMajor
+from megatron_untied.context_parallel.head_major import (
+    DeviceHeadMajor,
+    HeadMajorShape,
+)
 from megatron_untied.context_parallel.head_schedule import head_schedule
 from megatron_untied.context_parallel.kernels import AttentionKernel, Mask
 from megatron_untied.context_parallel.layout import SequenceLayout
@@ -78,12 +81,14 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         and an s x s tensor exists nowhere.
         """
         q, k, v = self.get_query_key_value_tensors(hidden_states)  # [n, b, heads, d] each
-        attend = LocalAttention(
-            self.parts.kernel, Mask(causal=True), self.hidden_size_per_attention_head**-0.5
-        )
         cos, sin = self.parts.rotary.at(self.parts.layout.positions(len(q), q.device))
-        out = _UntiedAttention.apply(q, k, v, cos, sin, self.ulysses, attend)
+        out = _UntiedAttention.apply(q, k, v, cos, sin, self.ulysses, self.local_attention())
         return self.linear_proj(out.flatten(2))
+
+    def local_attention(self) -> LocalAttention:
+        """Attention over the whole sequence of this rank's heads."""
+        scale = self.hidden_size_per_attention_head**-0.5
+        return LocalAttention(self.parts.kernel, Mask(causal=True), scale)
 
 
 class _UntiedAttention(torch.autograd.Function):
@@ -116,7 +121,7 @@ def attention_forward(
     """Attention output [n, b, h, d] of this rank's tokens, and log-sum-exps. Collective."""
     slots = _head_major("out", q, ulysses)
     lse = ulysses.forward(FinishedProjections(q, k, v, cos, sin), slots, attend)
-    return slots.read(slice(None), torch.empty(q.shape, dtype=q.dtype, device=q.device)), lse
+    return slots.rows([slice(0, len(q))]), lse
 
 
 def attention_backward(
@@ -133,11 +138,12 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, each of its own shape. Collective."""
     slots, grad = _head_major("out", q, ulysses), _head_major("grad", q, ulysses)
-    slots.write(slice(None), out)
-    grad.write(slice(None), d_out)
+    everything = slice(0, len(q))
+    slots.write(everything, out)
+    grad.write(everything, d_out)
     source = FinishedProjections(q, k, v, cos, sin)
     dk, dv = ulysses.backward(source, slots, lse, grad, attend)
-    dq = grad.read(slice(None), torch.empty(q.shape, dtype=q.dtype, device=q.device))
+    dq = grad.rows([everything])
     # dk and dv lie in the workspace: what leaves this function must not.
     dk = rotate_(dk, cos, sin, adjoint=True, out=torch.empty_like(k))
     return rotate_(dq, cos, sin, adjoint=True), dk, dv.to(v.dtype, copy=True)
@@ -161,7 +167,8 @@ class FinishedProjections:
                 rotate_(x, *self.rotary, out=view)
 
 
-def _head_major(name: str, like: Tensor, ulysses: UntiedUlysses) -> HeadMajor:
-    n, b, h, d = like.shape
-    storage = ulysses.workspace.take(f"{name}_slots", n * b * h * d, like=like)
-    return HeadMajor(storage, ulysses.schedule, n, b, d)
+def _head_major(name: str, like: Tensor, ulysses: UntiedUlysses) -> DeviceHeadMajor:
+    n, b, _, d = like.shape
+    shape = HeadMajorShape(ulysses.schedule, n, b, d)
+    storage = ulysses.workspace.take(f"{name}_slots", shape.numel, like=like)
+    return DeviceHeadMajor(storage, shape)

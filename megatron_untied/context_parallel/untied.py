@@ -65,11 +65,11 @@ class UntiedUlysses:
         """Fill ``out`` with the attention of all heads."""
         buffers, lse = self._buffers(source), []
         chunks = self._loader(source, buffers, spare="o")
-        sending = _Sending(self.limit_in_flight)
+        sending = _Sending(self.exchange, buffers, self.limit_in_flight)
         for chunk in chunks:
-            slot, turn = out.slots[chunk.index], chunk.turn
-            if self.exchange.size == 1:
-                o = slot.view(-1, buffers.b, len(turn.query), buffers.d)
+            turn = chunk.turn
+            if self.exchange.size == 1:  # nothing will travel: attend into the slot itself
+                o = out.landing(chunk.index).view(-1, buffers.b, len(turn.query), buffers.d)
             else:
                 o = buffers.head_side(chunks.set_of("o", chunk.index), len(turn.query))
             lse.append([])
@@ -77,7 +77,7 @@ class UntiedUlysses:
                 columns = piece.query_columns
                 q, (k, v) = chunk.tensors["q"][:, :, columns], chunk.key_value(piece.kv)
                 lse[-1].append(attend.forward(q, k, v, out=o[:, :, columns]))
-            sending.add(self._to_slot(o, slot, chunk))
+            sending.send(o, out, chunk)
         sending.finish()
         return lse
 
@@ -96,7 +96,7 @@ class UntiedUlysses:
         """
         buffers = self._buffers(source)
         chunks = self._loader(source, buffers, spare="dq", head_major={"do": grad, "o": out})
-        sending = _Sending(self.limit_in_flight)
+        sending = _Sending(self.exchange, buffers, self.limit_in_flight)
         gradients = KeyValueGradients(self.schedule, self.exchange, buffers)
         for chunk in chunks:
             turn = chunk.turn
@@ -111,7 +111,7 @@ class UntiedUlysses:
                 attend.backward(do, q, k, v, o, piece_lse, dq=dq_piece, dk=dk, dv=dv)
                 gradients.add(piece.kv, [dk, dv])
             # This chunk's dO has arrived everywhere: its slot is free for dQ.
-            sending.add(self._to_slot(dq, grad.slots[chunk.index], chunk))
+            sending.send(dq, grad, chunk)
             gradients.send_home(chunk, scratch=chunks.set_of("do", chunk.index))
         sending.finish()
         return gradients.total
@@ -143,31 +143,32 @@ class UntiedUlysses:
             head_major=head_major,
         )
 
-    def _to_slot(self, x: Tensor, slot: Tensor, chunk: LoadedChunk) -> dist.Work | None:
-        heads = [len(turn.query) for turn in chunk.turns]
-        unit = slot.numel() // max(sum(heads), 1)
-        return self.exchange.to_sequence(x, slot, heads, unit)
-
 
 class _Sending:
-    """Exchanges on their way back: at most ``limit`` while the next chunk attends."""
+    """Chunks on their way back: at most ``limit`` of them while the next one attends."""
 
-    def __init__(self, limit: int):
-        self.limit = limit
-        self.works: list[dist.Work | None] = []
+    def __init__(self, exchange: HeadExchange, buffers: ChunkBuffers, limit: int):
+        self.exchange, self.buffers, self.limit = exchange, buffers, limit
+        self.on_their_way: list[tuple[dist.Work | None, HeadMajor, int]] = []
 
-    def add(self, work: dist.Work | None) -> None:
-        self.works.append(work)
+    def send(self, x: Tensor, home: HeadMajor, chunk: LoadedChunk) -> None:
+        """Start sending ``x`` [s, b, heads of this turn, d] to its slots."""
+        heads = [len(turn.query) for turn in chunk.turns]
+        landing = home.landing(chunk.index)
+        work = self.exchange.to_sequence(x, landing, heads, self.buffers.unit)
+        self.on_their_way.append((work, home, chunk.index))
         self._settle(self.limit)
 
     def finish(self) -> None:
+        """Wait for all of them."""
         self._settle(0)
 
     def _settle(self, limit: int) -> None:
-        while len(self.works) > limit:
-            work = self.works.pop(0)
+        while len(self.on_their_way) > limit:
+            work, home, index = self.on_their_way.pop(0)
             if work is not None:
                 work.wait()
+            home.landed(index)
 
 
 def _query_tensors(chunk: LoadedChunk) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,222 @@
+"""The model: megatron-core's GPTModel with our attention, rotary positions and loss.
+
+The layer is handed to megatron-core as a ``ModuleSpec``; nothing in it is patched.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+from torch import Tensor
+
+from megatron_untied.backends import Backend, TransformerImpl, choose_backend
+from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
+from megatron_untied.context_parallel.kernels import CpuFlash
+from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.context_parallel.self_attention import (
+    AttentionParts,
+    UntiedUlyssesSelfAttention,
+)
+from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
+from megatron_untied.platform.device import current_device
+from megatron_untied.rope import RotaryTable
+from megatron_untied.streaming.host_arena import HostArena
+from megatron_untied.streaming.layer import StreamingParts, UntiedTransformerLayer
+from megatron_untied.streaming.stash import Stash
+
+
+class UntiedGPTModel(GPTModel):
+    """A GPTModel that turns hidden states into a loss without ever holding all logits."""
+
+    def __init__(self, *args, logical_vocab_size: int, loss_chunk_size: int | None, **kwargs):
+        super().__init__(*args, position_embedding_type="none", **kwargs)
+        self.logical_vocab_size, self.loss_chunk_size = logical_vocab_size, loss_chunk_size
+
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, token_weights: Tensor | None = None
+    ) -> Tensor:
+        """The weighted sum of this rank's token losses, an fp32 scalar; without labels, logits.
+
+        Args:
+            tokens: int64 [b, n], this rank's shard.
+            labels: int64 [b, n], the token that follows each.
+            token_weights: fp32 [b, n]: 1 / (trained-on tokens of the global batch), or 0 where a
+                token is not trained on. Losses and gradients then sum over all ranks.
+
+        Returns:
+            The loss, the same on every tensor-parallel rank; or logits [b, n, padded v / t].
+        """
+        return super().forward(tokens, None, None, labels=labels, loss_mask=token_weights)
+
+    def _postprocess(self, hidden_states, labels=None, loss_mask=None, **kwargs) -> Tensor:
+        if labels is None:
+            return super()._postprocess(hidden_states, labels=None, **kwargs)
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return chunked_cross_entropy(
+            hidden_states,
+            weight,
+            labels,
+            loss_mask,
+            vocab_size=self.logical_vocab_size,
+            chunk_size=self.loss_chunk_size,
+            tp_group=self.pg_collection.tp,
+            sequence_parallel=self.config.sequence_parallel,
+        )
+
+
+def build_model(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    memory: MemoryConfig,
+    precision: Precision,
+    groups: ProcessGroupCollection,
+    *,
+    transformer_impl: TransformerImpl = "local",
+) -> UntiedGPTModel:
+    """The model of this rank, with uninitialized weights, on the current default device."""
+    backend = choose_backend(transformer_impl, model.normalization)
+    config = transformer_config(model, parallel, precision, transformer_impl)
+    layer = layer_spec(config, backend, attention_parts(model, parallel, groups), memory)
+    return UntiedGPTModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer] * model.num_layers, layer_norm=backend.norm
+        ),
+        vocab_size=model.padded_vocab_size(parallel.tensor_model_parallel_size),
+        logical_vocab_size=model.vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        loss_chunk_size=memory.loss_chunk_size,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        pg_collection=groups,
+    )
+
+
+def attention_parts(
+    model: ModelConfig, parallel: ParallelConfig, groups: ProcessGroupCollection
+) -> AttentionParts:
+    """What the attention modules of one model share: layout, rotary table, kernel, buffers."""
+    return AttentionParts(
+        layout=SequenceLayout(num_ulysses=groups.cp.size(), rank=groups.cp.rank()),
+        heads_per_chunk=parallel.heads_per_chunk,
+        overlap=parallel.cp_overlap,
+        kernel=CpuFlash(),
+        rotary=RotaryTable(model.rotary, model.kv_channels),
+        workspace=Workspace(),
+    )
+
+
+def layer_spec(
+    config: TransformerConfig, backend: Backend, parts: AttentionParts, memory: MemoryConfig
+) -> ModuleSpec:
+    """The streamed layer if anything is to be recomputed, else megatron-core's standard one."""
+    submodules = layer_submodules(config, backend, parts)
+    if memory.recompute_granularity is None:
+        return ModuleSpec(module=TransformerLayer, submodules=submodules)
+    stash = Stash(
+        selective=memory.recompute_granularity == "selective",
+        layers_per_group=memory.recompute_num_layers,
+        host_layers=memory.cpu_offloading_num_layers,
+        park=memory.park_during_attention,
+        arena=HostArena.for_device(current_device()),
+        workspace=parts.workspace,
+    )
+    streaming = StreamingParts(tile_size=memory.sequence_tile_size, stash=stash)
+    return ModuleSpec(
+        module=UntiedTransformerLayer, params={"streaming": streaming}, submodules=submodules
+    )
+
+
+def layer_submodules(
+    config: TransformerConfig, backend: Backend, parts: AttentionParts
+) -> TransformerLayerSubmodules:
+    """Megatron-core's standard layer with our self-attention in its slot."""
+    head_norm = backend.norm if config.qk_layernorm else None
+    column, row = backend.column_parallel_linear, backend.row_parallel_linear
+    return TransformerLayerSubmodules(
+        input_layernorm=backend.norm,
+        self_attention=ModuleSpec(
+            module=UntiedUlyssesSelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal, "parts": parts},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=column,
+                core_attention=NoCoreAttention,
+                linear_proj=row,
+                q_layernorm=head_norm,
+                k_layernorm=head_norm,
+            ),
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=backend.norm,
+        mlp=ModuleSpec(
+            module=MLP,
+            params={"ffn_hidden_size": config.ffn_hidden_size},
+            submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
+        ),
+        mlp_bda=get_bias_dropout_add,
+    )
+
+
+class NoCoreAttention(torch.nn.Module):
+    """Fills a slot that megatron-core's SelfAttention insists on; ours attends elsewhere."""
+
+    def __init__(self, **slot_arguments: object):
+        super().__init__()
+
+
+def transformer_config(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: Precision,
+    transformer_impl: TransformerImpl = "local",
+) -> TransformerConfig:
+    """Megatron-core's configuration of the same model."""
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        gated_linear_unit=model.swiglu,
+        activation_func=F.silu if model.swiglu else F.gelu,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        context_parallel_size=parallel.context_parallel_size,
+        cp_comm_type=parallel.cp_comm_type,
+        params_dtype=precision.params_dtype,
+        bf16=precision.bf16,
+        # Losses are divided by the global token count before backward: gradients only sum.
+        calculate_per_token_loss=True,
+        # Weights are drawn by initialize_weights. The initializers still have to run: they are
+        # what puts the tensor-parallel attributes on parameters.
+        use_cpu_initialization=True,
+        init_method=_leave_uninitialized,
+        output_layer_init_method=_leave_uninitialized,
+        embedding_init_method=_leave_uninitialized,
+        cuda_graph_scope=None,
+        transformer_impl=transformer_impl,
+    )
+
+
+def _leave_uninitialized(weight: Tensor) -> Tensor:
+    return weight

@@ -1,0 +1,125 @@
+"""Tensors of a layer that are on the host and come to the device in parts."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_untied.context_parallel.head_major import HeadMajorShape
+from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.streaming.copy_engine import Copy
+from megatron_untied.streaming.host_arena import HostArena, HostSlot, prefetch
+from megatron_untied.streaming.tiles import Tile
+
+
+class HostRows:
+    """[rows, b, m] on the host, read tile by tile with one tile ahead.
+
+    See :class:`megatron_untied.streaming.stash.Rows`. Two tiles of device memory, shared by all
+    layers: only one iteration may be under way.
+    """
+
+    def __init__(self, slot: HostSlot, workspace: Workspace, like: Tensor):
+        self.slot, self.workspace, self.like = slot, workspace, like
+        self.shape = tuple(slot.shape)
+
+    def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
+        """See :class:`megatron_untied.streaming.stash.Rows`."""
+        largest = max(tile.local.stop - tile.local.start for tile in tiles)
+        numel = largest * self.slot.shape[1:].numel()
+        room = self.workspace.take("rows_room", 2, numel, like=self.like)
+        return prefetch(((self.slot, tile.local) for tile in tiles), room)
+
+    def release(self) -> None:
+        """Give the host memory back."""
+        self.slot.release()
+
+
+class HostHeadMajor:
+    """Head-major slots on the host; at most two pass through the device at a time.
+
+    See :class:`megatron_untied.context_parallel.head_major.HeadMajor`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: HeadMajorShape,
+        arena: HostArena,
+        workspace: Workspace,
+        like: Tensor,
+    ):
+        """``name`` tells the device buffers of tensors apart that are in use at the same time."""
+        self.name, self.shape, self.workspace, self.like = name, shape, workspace, like
+        self._sets = 2 if shape.overlap else 1
+        self._slots = [arena.reserve((numel,), like.dtype) for numel in shape.slot_numels]
+        self._leaving: list[Copy | None] = [None] * self._sets
+
+    def slot(self, index: int) -> Tensor:
+        """See :class:`HeadMajor`: fetched from the host."""
+        slot = self._buffer("slot", index)
+        self._slots[index].fetch(slot).wait()
+        return slot
+
+    def landing(self, index: int) -> Tensor:
+        """See :class:`HeadMajor`: a device buffer, free once its last content is on the host."""
+        leaving = self._leaving[index % self._sets]
+        if leaving is not None:
+            leaving.wait()
+        return self._buffer("landing", index)
+
+    def landed(self, index: int) -> None:
+        """See :class:`HeadMajor`: starts the copy to the host."""
+        self._leaving[index % self._sets] = self._slots[index].store(self._buffer("landing", index))
+
+    def rows(self, rows: Sequence[slice]) -> Tensor:
+        """See :class:`HeadMajor`."""
+        out, parts = self.shape.empty_rows(rows, self.like)
+        for run, part in zip(rows, parts, strict=True):
+            for index, heads, where in self._pieces(run):
+                piece = self._piece(heads, where)
+                self._slots[index].read(where, piece.view(-1)).wait()
+                part[:, :, heads.start : heads.stop] = piece
+        return out
+
+    def write(self, rows: slice, value: Tensor) -> None:
+        """See :class:`HeadMajor`."""
+        for index, heads, where in self._pieces(rows):
+            piece = self._piece(heads, where)
+            piece.copy_(value[:, :, heads.start : heads.stop])
+            self._slots[index].write(where, piece.view(-1)).wait()
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way to the host."""
+        for leaving in self._leaving:
+            if leaving is not None:
+                leaving.wait()
+        self._leaving = [None] * self._sets
+
+    def release(self) -> None:
+        """Give the host memory back."""
+        self.settle()
+        for slot in self._slots:
+            slot.release()
+
+    def _buffer(self, use: str, index: int) -> Tensor:
+        numel = self.shape.slot_numels[index]
+        return self.workspace.take(f"{self.name}_{use}{index % self._sets}", numel, like=self.like)
+
+    def _piece(self, heads: range, where: slice) -> Tensor:
+        unit = (self.shape.b, len(heads), self.shape.d)
+        rows = (where.stop - where.start) // torch.Size(unit).numel()
+        return self.workspace.take(f"{self.name}_piece", rows, *unit, like=self.like)
+
+    def _pieces(self, rows: slice) -> Iterator[tuple[int, range, slice]]:
+        """Chunk, heads and place in the flat slot of what tokens ``rows`` are made of.
+
+        The heads that one rank takes in one chunk are contiguous: [rows, b, heads, d].
+        """
+        for index, chunk in enumerate(self.shape.heads):
+            start = 0
+            for heads in chunk:
+                unit = self.shape.b * len(heads) * self.shape.d
+                if heads:
+                    yield index, heads, slice(start + rows.start * unit, start + rows.stop * unit)
+                start += self.shape.n * unit

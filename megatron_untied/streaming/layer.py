@@ -1,0 +1,253 @@
+"""The megatron-core module for the layer slot: forward and backward in phases.
+
+Forward: for each chunk of heads project and exchange q (k, v), attend, exchange back into the
+chunk's slot of O; then tile by tile the output projection, the residual and the MLP, written over
+the residual itself.
+
+Backward, with the incoming gradient G overwritten in place:
+
+1. by tiles: the MLP and the output projection backwards; the gradient of O goes head-major into
+   slots;
+2. by chunks of heads: attention backwards; dQ lands in the slot that dO has left;
+3. by tiles: rotate back, through the QKV projection and the norm, into G.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+from torch import Tensor
+
+from megatron_untied.context_parallel.head_major import HeadMajor, HeadMajorShape
+from megatron_untied.context_parallel.untied import LogSumExps
+from megatron_untied.rope import rotate_
+from megatron_untied.streaming.parking import parked
+from megatron_untied.streaming.projections import (
+    StreamedProjections,
+    after_attention,
+    queries_keys_values,
+)
+from megatron_untied.streaming.rebuild import rebuild
+from megatron_untied.streaming.stash import DeviceRows, LayerStash, Rows, Stash
+from megatron_untied.streaming.tiles import (
+    GradientSums,
+    Tile,
+    rows_of,
+    split_rows,
+    tile_backward,
+    tiles_of,
+)
+
+BEFORE_ATTENTION = (
+    "input_layernorm.",
+    "self_attention.linear_qkv.",
+    "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.",
+)
+AFTER_ATTENTION = ("self_attention.linear_proj.", "pre_mlp_layernorm.", "mlp.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamingParts:
+    """What the streamed layers of one model share."""
+
+    tile_size: int
+    stash: Stash
+
+
+class UntiedTransformerLayer(TransformerLayer):
+    """A transformer layer whose residual is updated in place and whose backward recomputes.
+
+    Built from the standard layer's submodules, with the same parameter names. What comes back from
+    :meth:`forward` lies in the memory of what went in: nothing else may read the input afterwards.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        *,
+        streaming: StreamingParts,
+    ):
+        super().__init__(config, submodules, layer_number, hidden_dropout, pg_collection, vp_stage)
+        if self.hidden_dropout or config.attention_dropout:
+            raise ValueError(
+                "a streamed layer recomputes without replaying random numbers; set "
+                "--hidden-dropout 0 and --attention-dropout 0."
+            )
+        self.streaming = streaming
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **slot_arguments: object
+    ) -> tuple[Tensor, None]:
+        """[n, b, m] -> [n, b, m] in the same memory, and no cross-attention context."""
+        record = None
+        # Inside a Function's forward grad mode is off, so it is asked here. Without a backward
+        # nothing may be kept.
+        if torch.is_grad_enabled():
+            record = self.streaming.stash.open(self, self.layer_number - 1)
+        return _StreamedLayer.apply(hidden_states, self, record, *self.parameters()), None
+
+    def tiles(self, num_local: int) -> list[Tile]:
+        """The tiles of a residual of ``num_local`` rows."""
+        gathered = self.tp_group.size() if self.config.sequence_parallel else 1
+        return tiles_of(num_local, self.streaming.tile_size, gathered)
+
+
+class _StreamedLayer(torch.autograd.Function):
+    """Parameters are inputs only as addresses of their gradients; values come from the module."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, layer: UntiedTransformerLayer, record: LayerStash | None, *parameters
+    ) -> Tensor:
+        ctx.layer, ctx.record = layer, record
+        for parameter in parameters:
+            # A bf16 leaf takes the fp32 sums as they are; autograd would round them first.
+            parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
+        return layer_forward(layer, x, record)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        layer, record = ctx.layer, ctx.record
+        if not is_ours(gradient):
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        x, out, lse = rebuild(record, layer.streaming.stash, attend, finish)
+        sums = layer_backward(layer, gradient, x, out, lse)
+        x.release()
+        out.release()
+        return gradient, None, None, *sums.in_order()
+
+
+def layer_forward(layer: UntiedTransformerLayer, x: Tensor, record: LayerStash | None) -> Tensor:
+    """The layer's output, written over ``x`` [n, b, m]; ``record`` gets what backward needs."""
+    stash = layer.streaming.stash
+    keeps_attention = record is not None and stash.selective
+    leaving = None
+    if record is not None and stash.keeps_input(record):
+        leaving = stash.keep_rows(record, x)
+    with parked(x, stash, already=record and record.x) as rows:
+        out, lse = attend(layer, rows, keep=record if keeps_attention else None)
+    if leaving is not None:
+        leaving.wait()
+    # mark_dirty would say that x is overwritten, but FSDP2 hands x over as a view made by a custom
+    # Function, and autograd refuses to modify that. An alias shares the version counter, so an
+    # operation that saved x for its own backward still notices.
+    result = x.detach()
+    finish(layer, DeviceRows(x), out, result)
+    if keeps_attention:
+        record.attention = out, lse
+    else:
+        out.release()
+    return result
+
+
+def attend(
+    layer: UntiedTransformerLayer, x: Rows, keep: LayerStash | None = None
+) -> tuple[HeadMajor, LogSumExps]:
+    """Attention of all heads over the layer's input: O and its log-sum-exps. Collective.
+
+    O stays for ``keep``, or until the next layer runs.
+    """
+    source = _projections(layer, x)
+    out = layer.streaming.stash.head_major("out", _slots(layer, source), source.like, keep)
+    return out, layer.self_attention.ulysses.forward(source, out, _attention(layer))
+
+
+def finish(layer: UntiedTransformerLayer, x: Rows, out: HeadMajor, result: Tensor) -> None:
+    """All that follows attention, into ``result``, which may be the memory of ``x``."""
+    tiles = layer.tiles(len(result))
+    for tile, x_tile in zip(tiles, x.tiles(tiles), strict=True):
+        result[tile.local] = after_attention(layer, x_tile, out.rows(tile.seen))
+
+
+def layer_backward(
+    layer: UntiedTransformerLayer, gradient: Tensor, x: Rows, out: HeadMajor, lse: LogSumExps
+) -> GradientSums:
+    """``gradient`` [n, b, m] becomes that of x in place; returns the parameters' gradients."""
+    sums, source, stash = GradientSums(layer), _projections(layer, x), layer.streaming.stash
+    d_out = stash.head_major("d_out", _slots(layer, source), source.like)
+    _after_attention_backward(layer, gradient, x, out, d_out, sums)
+    with parked(gradient, stash):
+        ulysses = layer.self_attention.ulysses
+        dk, dv = ulysses.backward(source, out, lse, d_out, _attention(layer))
+    _before_attention_backward(layer, gradient, source, (d_out, dk, dv), sums)
+    d_out.release()
+    return sums
+
+
+def _after_attention_backward(
+    layer: UntiedTransformerLayer,
+    gradient: Tensor,
+    x: Rows,
+    out: HeadMajor,
+    d_out: HeadMajor,
+    sums: GradientSums,
+) -> None:
+    names, tiles = sums.names(AFTER_ATTENTION), layer.tiles(len(gradient))
+    for tile, x_tile in zip(tiles, x.tiles(tiles), strict=True):
+        g = gradient[tile.local]
+        inputs = x_tile, out.rows(tile.seen)
+        dx, do = tile_backward(after_attention, layer, inputs, [g], sums, names)
+        g.copy_(dx)
+        for rows, part in split_rows(do, tile.seen):
+            d_out.write(rows, part)
+
+
+def _before_attention_backward(
+    layer: UntiedTransformerLayer,
+    gradient: Tensor,
+    source: StreamedProjections,
+    d_qkv: tuple[HeadMajor, Tensor, Tensor],
+    sums: GradientSums,
+) -> None:
+    """``d_qkv``: gradients of the rotated queries and keys, and of the values."""
+    (dq, dk, dv), names = d_qkv, sums.names(BEFORE_ATTENTION)
+    cos, sin = source.rotary
+    for tile, x_tile in zip(source.tiles, source.x.tiles(source.tiles), strict=True):
+        seen, dtype = tile.seen, gradient.dtype
+        rotary = rows_of(cos, seen), rows_of(sin, seen)
+        gradients = [
+            rotate_(dq.rows(seen), *rotary, adjoint=True),
+            rotate_(rows_of(dk, seen), *rotary, adjoint=True).to(dtype),
+            rows_of(dv, seen).to(dtype),
+        ]
+        (dx,) = tile_backward(queries_keys_values, layer, [x_tile], gradients, sums, names)
+        gradient[tile.local] += dx
+
+
+def _projections(layer: UntiedTransformerLayer, x: Rows) -> StreamedProjections:
+    parts, tiles = layer.self_attention.parts, layer.tiles(x.shape[0])
+    n = sum(run.stop - run.start for tile in tiles for run in tile.seen)
+    rotary = parts.rotary.at(parts.layout.positions(n, x.like.device))
+    return StreamedProjections(layer, x, tiles, rotary)
+
+
+def _slots(layer: UntiedTransformerLayer, source: StreamedProjections) -> HeadMajorShape:
+    ulysses = layer.self_attention.ulysses
+    return HeadMajorShape(ulysses.schedule, source.n, source.b, ulysses.head_width)
+
+
+def _attention(layer: UntiedTransformerLayer):
+    return layer.self_attention.local_attention()
+
+
+def is_ours(gradient: Tensor) -> bool:
+    """Whether nothing else can see this incoming gradient, so that it may be overwritten.
+
+    The backward of an addition hands one tensor to both branches, that of a reshape hands out a
+    view of it. torch tells no other way: both counts are private, checked with torch 2.13.
+    """
+    # The handle just made counts as well.
+    storage_uses = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) - 1
+    alone = gradient._use_count() == 1 and storage_uses == 1 + gradient._is_view()
+    return alone and gradient.is_contiguous()

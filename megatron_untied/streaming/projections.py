@@ -1,0 +1,109 @@
+"""Queries, keys and values made when a chunk needs them, tile by tile."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron_untied.rope import rotate_
+from megatron_untied.streaming.stash import Rows
+from megatron_untied.streaming.tiles import Tile, split_rows
+
+
+class StreamedProjections:
+    """Norm, projection to some heads, rotation: from the layer's input to the send buffers.
+
+    A projection costs little beside attention, so each chunk projects its own heads anew, and no
+    more than a tile of q, k or v exists outside the exchange. See
+    :class:`megatron_untied.context_parallel.chunk_loader.Projections`.
+    """
+
+    def __init__(
+        self,
+        layer: TransformerLayer,
+        x: Rows,
+        tiles: Sequence[Tile],
+        rotary: tuple[Tensor, Tensor],
+    ):
+        self.layer, self.x, self.tiles, self.rotary = layer, x, tiles, rotary
+        self.n = sum(run.stop - run.start for tile in tiles for run in tile.seen)
+        self.b, self.like = x.shape[1], x.like
+        self.attention = layer.self_attention
+
+    def write(
+        self, kind: Literal["q", "k", "v"], heads: Sequence[range], views: Sequence[Tensor]
+    ) -> None:
+        """Fill ``views[r]`` [n, b, len(heads[r]), d] with ``heads[r]``, for each rank r."""
+        # A key-value head that several ranks want is projected once.
+        wanted = sorted({head for each in heads for head in each})
+        if not wanted:
+            return
+        weight, bias = self._rows(kind, wanted)
+        for tile, x in zip(self.tiles, self.x.tiles(self.tiles), strict=True):
+            y = F.linear(self._normed(x), weight, bias).unflatten(-1, (len(wanted), -1))
+            y = self._head_norm(kind, y)
+            for rows, part in split_rows(y, tile.seen):
+                for its, view in zip(heads, views, strict=True):
+                    if its:
+                        first = wanted.index(its[0])
+                        self._place(kind, part[:, :, first : first + len(its)], view, rows)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        y = self.layer.input_layernorm(x)
+        if self.layer.config.sequence_parallel:
+            y = gather_from_sequence_parallel_region(y, group=self.layer.tp_group)
+        return y
+
+    def _rows(self, kind: str, heads: list[int]) -> tuple[Tensor, Tensor | None]:
+        """Weight [heads * d, m] and bias of some heads, out of Megatron's interleaved order.
+
+        The rows of one key-value head stand together: its query heads, its k, its v.
+        """
+        share = (
+            self.attention.num_attention_heads_per_partition
+            // self.attention.num_query_groups_per_partition
+        )
+        group_size = share + 2
+        places = {
+            "q": lambda head: head // share * group_size + head % share,
+            "k": lambda head: head * group_size + share,
+            "v": lambda head: head * group_size + share + 1,
+        }
+        index = [places[kind](head) for head in heads]
+        linear, d = self.attention.linear_qkv, self.attention.hidden_size_per_attention_head
+
+        def pick(parameter: Tensor | None) -> Tensor | None:
+            if parameter is None:
+                return None
+            return parameter.unflatten(0, (-1, d))[index].flatten(0, 1)
+
+        return pick(linear.weight), pick(linear.bias)
+
+    def _head_norm(self, kind: str, y: Tensor) -> Tensor:
+        norms = {"q": self.attention.q_layernorm, "k": self.attention.k_layernorm, "v": None}
+        return y if norms[kind] is None else norms[kind](y)
+
+    def _place(self, kind: str, y: Tensor, view: Tensor, rows: slice) -> None:
+        if kind == "v":
+            view[rows].copy_(y)
+        else:
+            cos, sin = self.rotary
+            rotate_(y, cos[rows], sin[rows], out=view[rows])
+
+
+def queries_keys_values(layer: TransformerLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All heads of a tile, not yet rotated: [t, b, m] -> q [t, b, h, d], k, v [t, b, g, d]."""
+    return layer.self_attention.get_query_key_value_tensors(layer.input_layernorm(x))
+
+
+def after_attention(layer: TransformerLayer, x: Tensor, o: Tensor) -> Tensor:
+    """The layer's output from its input and attention: [t, b, m], [t, b, h, d] -> [t, b, m]."""
+    y = x + _with_bias(*layer.self_attention.linear_proj(o.flatten(2)))
+    return y + _with_bias(*layer.mlp(layer.pre_mlp_layernorm(y)))
+
+
+def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias

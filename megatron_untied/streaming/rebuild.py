@@ -1,0 +1,59 @@
+"""Build again, in backward, what a layer did not keep."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_untied.context_parallel.head_major import HeadMajor
+from megatron_untied.context_parallel.untied import LogSumExps
+from megatron_untied.streaming.stash import LayerStash, Rows, Stash
+
+Attend = Callable[[nn.Module, Rows, LayerStash | None], tuple[HeadMajor, LogSumExps]]
+Finish = Callable[[nn.Module, Rows, HeadMajor, Tensor], None]
+
+
+def rebuild(
+    record: LayerStash, stash: Stash, attend: Attend, finish: Finish
+) -> tuple[Rows, HeadMajor, LogSumExps]:
+    """x, O and log-sum-exps of ``record``'s layer; the caller releases x and O.
+
+    Called in the backward of a group's layers, last first: the first call fills in what all the
+    others lack. FSDP2 has gathered the parameters of the calling layer only; the others' are
+    gathered here, one at a time, and those of the layer whose backward comes next stay.
+    """
+    members = record.group.members
+    for each, following in zip(members, [*members[1:], None], strict=True):
+        complete = each.attention is not None and (following is None or following.x is not None)
+        if complete:
+            continue
+        if following is not None:
+            _gather(each.layer)
+        if each.attention is None:
+            each.attention = attend(each.layer, each.x, each if following is not None else None)
+        if following is not None:
+            _keep_output(each, following, stash, finish)
+            if following is not members[-1]:
+                _scatter(each.layer)
+    members.pop()
+    return record.x, *record.attention
+
+
+def _keep_output(each: LayerStash, following: LayerStash, stash: Stash, finish: Finish) -> None:
+    """The input of the layer that follows, from the input and attention of ``each``."""
+    result = torch.empty(each.x.shape, dtype=each.x.like.dtype, device=each.x.like.device)
+    finish(each.layer, each.x, each.attention[0], result)
+    leaving = stash.keep_rows(following, result)
+    if leaving is not None:
+        leaving.wait()
+
+
+def _gather(layer: nn.Module) -> None:
+    if isinstance(layer, FSDPModule):
+        layer.unshard()
+
+
+def _scatter(layer: nn.Module) -> None:
+    if isinstance(layer, FSDPModule):
+        layer.reshard()

@@ -1,0 +1,121 @@
+"""What a layer keeps for its backward, and what is built again from less.
+
+``full`` keeps the layer input x. ``selective`` also keeps the attention output O and its
+log-sum-exp, so that attention runs once a step. With groups of k layers x is kept for the first
+layer of a group only. In backward the others' are built again, from the x before: with
+``selective`` by linear work alone, with ``full`` by running the group's attention once more, whose
+O is then kept for the group's own backward.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from megatron_untied.context_parallel.head_major import (
+    DeviceHeadMajor,
+    HeadMajor,
+    HeadMajorShape,
+)
+from megatron_untied.context_parallel.untied import LogSumExps
+from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.streaming.copy_engine import Copy
+from megatron_untied.streaming.host import HostHeadMajor, HostRows
+from megatron_untied.streaming.host_arena import HostArena
+from megatron_untied.streaming.tiles import Tile
+
+
+class Rows(Protocol):
+    """[rows, b, m] that can be had tile by tile on the device."""
+
+    shape: tuple[int, ...]
+    like: Tensor
+    """A tensor of the device and dtype that tiles come in."""
+
+    def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
+        """The local rows of each tile; one is valid until the next is asked for."""
+
+    def release(self) -> None:
+        """Nothing will be read any more."""
+
+
+class DeviceRows:
+    """Rows of a tensor that is on the device. See :class:`Rows`."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = self.like = tensor
+        self.shape = tuple(tensor.shape)
+
+    def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
+        """See :class:`Rows`."""
+        return (self.tensor[tile.local] for tile in tiles)
+
+    def release(self) -> None:
+        """See :class:`Rows`."""
+
+
+@dataclass(slots=True, eq=False)
+class LayerStash:
+    """What one layer keeps from one forward."""
+
+    layer: nn.Module
+    index: int
+    group: "Group"
+    x: Rows | None = None
+    attention: tuple[HeadMajor, LogSumExps] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The layers between two kept inputs, in one forward."""
+
+    members: list[LayerStash] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Stash:
+    """Decides what the layers of one model keep, and where. The records live in a step's graph."""
+
+    selective: bool
+    layers_per_group: int
+    host_layers: int
+    """The first so many layers keep on the host."""
+    park: bool
+    """Slots go through the host even if nothing has to be kept."""
+    arena: HostArena
+    workspace: Workspace
+    _open: Group | None = None
+
+    def open(self, layer: nn.Module, index: int) -> LayerStash:
+        """A record for layer ``index`` of the forward that is running."""
+        if index % self.layers_per_group == 0:
+            self._open = Group()
+        assert self._open is not None, "layers run in order, from the first of a group"
+        record = LayerStash(layer, index, self._open)
+        self._open.members.append(record)
+        return record
+
+    def keeps_input(self, record: LayerStash) -> bool:
+        """Whether a layer's input is kept: the first of a group."""
+        return record is record.group.members[0]
+
+    def keep_rows(self, record: LayerStash, x: Tensor) -> Copy | None:
+        """Keep ``x`` as the layer's input; it may change once the returned copy was waited for."""
+        if record.index >= self.host_layers:
+            record.x = DeviceRows(x.clone())
+            return None
+        slot = self.arena.reserve(x.shape, x.dtype)
+        record.x = HostRows(slot, self.workspace, x)
+        return slot.store(x)
+
+    def head_major(
+        self, name: str, shape: HeadMajorShape, like: Tensor, keep: LayerStash | None = None
+    ) -> HeadMajor:
+        """Slots that ``keep`` holds on to or, without, that are done with by the next layer."""
+        if self.park or (keep is not None and keep.index < self.host_layers):
+            return HostHeadMajor(name, shape, self.arena, self.workspace, like)
+        if keep is not None:
+            return DeviceHeadMajor(like.new_empty(shape.numel), shape)
+        storage = self.workspace.take(f"{name}_slots", shape.numel, like=like)
+        return DeviceHeadMajor(storage, shape)

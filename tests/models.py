@@ -1,0 +1,66 @@
+"""Small models on real ranks, for tests above the attention."""
+
+from dataclasses import replace
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
+from megatron_untied.model import UntiedGPTModel, build_model
+from megatron_untied.sharding.initialize_weights import initialize_weights
+
+TINY = ModelConfig(
+    num_layers=2,
+    hidden_size=48,
+    ffn_hidden_size=72,
+    num_attention_heads=8,
+    num_query_groups=2,
+    kv_channels=8,
+    vocab_size=251,
+    make_vocab_size_divisible_by=8,
+    max_position_embeddings=256,
+    init_method_std=0.1,
+)
+
+
+def tiny(**changes) -> ModelConfig:
+    return replace(TINY, **changes)
+
+
+def parallel_groups(parallel: ParallelConfig) -> ProcessGroupCollection:
+    """Megatron-core's groups of this process; data parallelism takes the ranks that are left."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+    )
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def make_model(
+    model: ModelConfig = TINY,
+    parallel: ParallelConfig | None = None,
+    memory: MemoryConfig | None = None,
+    precision: Precision | None = None,
+    groups: ProcessGroupCollection | None = None,
+    seed: int = 1,
+) -> UntiedGPTModel:
+    """A model with its initial weights, the same at every tensor-parallel size."""
+    parallel = parallel or ParallelConfig()
+    groups = groups or parallel_groups(parallel)
+    built = build_model(model, parallel, memory or MemoryConfig(), precision or Precision(), groups)
+    initialize_weights(built, model, seed, groups.tp)
+    return built
+
+
+def batch(model: ModelConfig, s: int, b: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A global batch [b, s] with unequal token weights, some of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(model.vocab_size, (b, s + 1), generator=generator)
+    weights = torch.rand(b, s, generator=generator)
+    weights[torch.rand(b, s, generator=generator) < 0.3] = 0.0
+    return {"tokens": text[:, :-1], "labels": text[:, 1:], "token_weights": weights / weights.sum()}

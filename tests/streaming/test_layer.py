@@ -1,0 +1,87 @@
+"""The streamed model against the same model under ordinary autograd."""
+
+import pytest
+import torch
+
+from megatron_untied.config import MemoryConfig, ParallelConfig
+from tests.distributed import run_on_ranks
+from tests.models import batch, make_model, parallel_groups, tiny
+
+# The same sums in another order, in fp32: tiles instead of whole matrices.
+TOLERANCE = 5e-6
+
+
+def loss_and_gradients(model, data, layout):
+    shard = {name: layout.shard(x) for name, x in data.items()}
+    loss = model(**shard)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return loss.detach(), gradients
+
+
+def check_equals_autograd(group, config, parallel, memories, b=2, s=24):
+    groups, data = parallel_groups(parallel), batch(config, s, b)
+    plain = make_model(config, parallel, groups=groups)
+    layout = plain.decoder.layers[0].self_attention.parts.layout
+    expected_loss, expected = loss_and_gradients(plain, data, layout)
+    for memory in memories:
+        streamed = make_model(config, parallel, memory, groups=groups)
+        for _ in range(2):  # a second step reuses every buffer
+            loss, gradients = loss_and_gradients(streamed, data, layout)
+        assert torch.allclose(loss, expected_loss, rtol=1e-6), memory
+        for name, gradient in gradients.items():
+            error = (gradient - expected[name]).abs().max() / expected[name].abs().max()
+            assert error < TOLERANCE, f"{name}: {error:.1e} with {memory}"
+
+
+def memory_configs():
+    for granularity in ("full", "selective"):
+        for every, tile, host, park in ((1, 5, 0, False), (2, 1000, 2, False), (3, 7, 5, True)):
+            yield MemoryConfig(
+                recompute_granularity=granularity,
+                recompute_num_layers=every,
+                sequence_tile_size=tile,
+                cpu_offloading_num_layers=host,
+                park_during_attention=park,
+            )
+
+
+PARALLEL = {
+    "1 rank": (1, ParallelConfig()),
+    "CP 2": (2, ParallelConfig(context_parallel_size=2, heads_per_chunk=2)),
+    "CP 4": (4, ParallelConfig(context_parallel_size=4, heads_per_chunk=4, cp_overlap=False)),
+    "TP 2": (2, ParallelConfig(tensor_model_parallel_size=2)),
+    "TP 2 SP": (2, ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "CP 2 TP 2 SP": (
+        4,
+        ParallelConfig(
+            context_parallel_size=2,
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            heads_per_chunk=2,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_streamed_model_equals_autograd(name):
+    world_size, parallel = PARALLEL[name]
+    run_on_ranks(
+        check_equals_autograd, world_size, tiny(num_layers=5), parallel, list(memory_configs())
+    )
+
+
+def test_every_model_part_is_streamed():
+    config = tiny(
+        num_layers=2,
+        add_qkv_bias=True,
+        qk_layernorm=True,
+        untie_embeddings_and_output_weights=False,
+        kv_channels=12,
+    )
+    parallel = ParallelConfig(context_parallel_size=2, heads_per_chunk=2)
+    run_on_ranks(check_equals_autograd, 2, config, parallel, list(memory_configs()))
+    config = tiny(normalization="LayerNorm", add_bias_linear=True, swiglu=False)
+    run_on_ranks(check_equals_autograd, 2, config, parallel, list(memory_configs()))

@@ -1,0 +1,248 @@
+"""The loss of a language-model head, one chunk of tokens at a time.
+
+Logits are the largest tensor of a long sequence: 313 GiB a rank in fp32 for 5 Mi tokens over 8
+ranks and a vocabulary of 128,256. Here a chunk's logits are made, turned into the loss and into
+both gradients, and dropped before the next chunk's are made, all in the forward pass.
+
+Letters: n tokens of this rank (before sequence parallelism splits them), b micro-batch, m hidden
+size, v padded vocabulary, t tensor-parallel ranks, c tokens of a chunk.
+
+Alive at the peak, beside the inputs:
+
+- for each token of a chunk 4 v/t bytes of fp32 logits, over which their gradient is written, and
+  in bf16 2 v/t more for the copy that enters the matrix products; with sequence parallelism also
+  2m for the gathered hidden states and 2m for their gradient before it is reduced;
+- for the whole call 4 m v/t bytes of weight gradient, from the start of forward to backward;
+- for each token of the call 4 bytes of loss, and 8 more while the labels are checked.
+"""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megatron_untied.loss.vocabulary_split import VocabularySplit
+from megatron_untied.matmul import accumulation_dtype, add_product_, product
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    *,
+    vocab_size: int,
+    chunk_size: int | None = None,
+    tp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+) -> Tensor:
+    """Sum over tokens of token weight x cross-entropy: one scalar, equal on every TP rank.
+
+    It is ``(F.cross_entropy(logits, labels, reduction="none") * token_weights).sum()`` with
+    ``logits = (hidden @ weight.T)[..., :vocab_size]`` in fp32 (fp64 for fp64 inputs, and so is the
+    result). Collective over ``tp_group``.
+
+    .. warning::
+        **If a gradient is due, hidden is destroyed**: on return its storage holds its gradient,
+        which backward hands on. Pass a tensor that nobody reads again, such as the output of the
+        final norm. If an earlier operation saved it for its own backward, autograd raises there
+        ("modified by an inplace operation"); a later reader is not noticed.
+
+    The gradients are ready after forward. So there is one backward for each forward, and
+    evaluation belongs under ``torch.no_grad()``, which makes no gradient and leaves ``hidden``.
+
+    ``weight.grad_dtype`` is set to fp32, so that a bf16 leaf receives its gradient as it was
+    accumulated; with tied embeddings the embedding's gradient is added to it in fp32. All weights
+    of one FSDP2 unit must have one such dtype.
+
+    Args:
+        hidden: [n, b, m], contiguous. With sequence parallelism [n/t, b, m]: positions from r*n/t
+            on rank r.
+        weight: [v/t, m], this TP rank's rows. Rows from ``vocab_size`` on, counted over all ranks,
+            are padding: they have no part in the softmax and get a zero gradient.
+        labels: [b, n] int64, of all n positions.
+        token_weights: [b, n] fp32. A token of weight 0 may have any label.
+        vocab_size: tokens of the vocabulary, without padding.
+        chunk_size: tokens (positions x b) whose logits are alive at a time; None is all of them.
+            With sequence parallelism each rank gives its t-th part of them, at least one.
+        tp_group: the ranks that share the vocabulary; None if it is not split.
+        sequence_parallel: gather ``hidden`` over ``tp_group`` and reduce-scatter its gradient, by
+            chunks.
+
+    Raises:
+        ValueError: for shapes that do not fit together, and for a label outside the vocabulary on
+            a token of nonzero weight. For the labels the host waits for the device once a call.
+            Under FakeTensorMode they have no values and are not checked.
+    """
+    split = VocabularySplit.of(
+        weight, vocab_size=vocab_size, group=tp_group, sequence_parallel=sequence_parallel
+    )
+    _check_shapes(hidden, labels, token_weights, split)
+    _check_labels(labels, token_weights, vocab_size)
+    inputs = (
+        hidden,
+        weight,
+        split.by_hidden_row(labels),
+        split.by_hidden_row(token_weights).to(accumulation_dtype(hidden.dtype)),
+        split,
+        _rows_per_chunk(hidden, chunk_size, split),
+    )
+    # Asked here: inside the Function weights seem to need a gradient even under no_grad.
+    if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
+        return _sum_of_chunks(*inputs)
+    if weight.requires_grad and weight.is_leaf:
+        weight.grad_dtype = accumulation_dtype(weight.dtype)
+    return _ChunkedCrossEntropy.apply(*inputs)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Both gradients are made in forward; backward scales them and lets go of them."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, token_weights, split, rows_per_chunk):
+        # detach() shares the version counter: whoever saved ``hidden`` for backward will notice.
+        d_hidden = hidden.detach() if ctx.needs_input_grad[0] else None
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
+        ctx.gradients = [d_hidden, d_weight]
+        return _sum_of_chunks(
+            hidden, weight, labels, token_weights, split, rows_per_chunk, d_hidden, d_weight
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_loss):
+        # Nothing here may outlive the return: the next node overwrites d_hidden if it is its only
+        # owner, and else has to copy it.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "chunked_cross_entropy has one backward for each forward: its gradients were "
+                "handed on by the first"
+            )
+        # Also when the factor is 1: to ask would make the host wait. A vector takes part in type
+        # promotion, where a scalar would be rounded to bf16 before the product.
+        scale = d_loss.reshape(1)
+        return *(None if d is None else d.mul_(scale) for d in gradients), None, None, None, None
+
+
+def _sum_of_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    split: VocabularySplit,
+    rows_per_chunk: int,
+    d_hidden: Tensor | None = None,
+    d_weight: Tensor | None = None,
+) -> Tensor:
+    """The loss; fills ``d_hidden`` (it may be ``hidden``) and adds to ``d_weight``, where given.
+
+    ``labels`` and ``token_weights`` come in hidden rows' order, [blocks, n/blocks * b].
+    """
+    hidden_rows = hidden.detach().view(-1, hidden.shape[-1])
+    d_hidden_rows = None if d_hidden is None else d_hidden.view_as(hidden_rows)
+    losses = torch.empty_like(token_weights)
+    for start in range(0, len(hidden_rows), rows_per_chunk):
+        rows = slice(start, start + rows_per_chunk)
+        losses[:, rows] = _chunk_losses(
+            hidden_rows[rows],
+            weight.detach()[: split.num_columns],
+            labels[:, rows].flatten(),
+            token_weights[:, rows].flatten(),
+            split,
+            None if d_hidden is None else d_hidden_rows[rows],
+            None if d_weight is None else d_weight[: split.num_columns],
+        ).view(len(losses), -1)
+    return (losses * token_weights).sum()  # once: its error does not grow with the chunks
+
+
+def _chunk_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    split: VocabularySplit,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+) -> Tensor:
+    """Losses of one chunk, [c]; a call of its own, so that its logits are gone by the next one."""
+    hidden = split.gather(hidden)  # [c, m]
+    logits = _logits(hidden, weight)  # [c, columns]
+    column, owned = split.column_of(labels)
+    losses, total = _cross_entropy_(logits, column, owned, split)
+    if d_hidden is None and d_weight is None:
+        return losses
+    _exponentials_to_gradient_(logits, total, column, owned, token_weights)
+    # Narrowed for the products; the fp32 original is freed, for no other frame knows it.
+    logits = logits[:, : split.num_columns].to(hidden.dtype)
+    if d_weight is not None:
+        add_product_(d_weight, logits.t(), hidden)
+    if d_hidden is not None:  # last: it may overwrite ``hidden``
+        split.sum_product_(d_hidden, logits, weight)
+    return losses
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    if len(weight) == 0:  # nothing but padding on this rank: one column that nobody chooses
+        return torch.full_like(hidden[:, :1], -torch.inf, dtype=accumulation_dtype(hidden.dtype))
+    return product(hidden, weight.t())
+
+
+def _cross_entropy_(
+    logits: Tensor, column: Tensor, owned: Tensor, split: VocabularySplit
+) -> tuple[Tensor, Tensor]:
+    """Losses [c] and sums of exponentials [c]; ``logits`` becomes exp(logits - their maximum)."""
+    logits.sub_(split.max_(logits.amax(1))[:, None])
+    label_logit = logits.gather(1, column[:, None])[:, 0].where(owned, 0)
+    label_logit, total = split.sum_(torch.stack([label_logit, logits.exp_().sum(1)]))
+    return total.log() - label_logit, total
+
+
+def _exponentials_to_gradient_(
+    logits: Tensor, total: Tensor, column: Tensor, owned: Tensor, token_weights: Tensor
+) -> None:
+    """Write (softmax - one-hot label) x token weight over the exponentials."""
+    logits.mul_((token_weights / total)[:, None])
+    logits.scatter_add_(1, column[:, None], (-token_weights).where(owned, 0)[:, None])
+
+
+def _rows_per_chunk(hidden: Tensor, chunk_size: int | None, split: VocabularySplit) -> int:
+    if chunk_size is None:
+        return hidden.shape[0] * hidden.shape[1]
+    if chunk_size < 1:
+        raise ValueError(
+            f"chunk_size is {chunk_size} tokens; give at least 1, or None for all tokens at once"
+        )
+    return max(chunk_size // split.num_token_blocks, 1)
+
+
+def _check_shapes(
+    hidden: Tensor, labels: Tensor, token_weights: Tensor, split: VocabularySplit
+) -> None:
+    expected = hidden.shape[1], hidden.shape[0] * split.num_token_blocks
+    for name, x in (("labels", labels), ("token_weights", token_weights)):
+        if x.shape != expected:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; hidden states {list(hidden.shape)} on "
+                f"{split.num_token_blocks} ranks need [b, n] = {list(expected)}"
+            )
+    if not hidden.is_contiguous():
+        raise ValueError(
+            f"hidden has strides {hidden.stride()}; its gradient is written over it row by row, "
+            "so make it contiguous"
+        )
+
+
+def _check_labels(labels: Tensor, token_weights: Tensor, vocab_size: int) -> None:
+    if isinstance(labels, FakeTensor):
+        return
+    bounds = torch.stack(labels.where(token_weights != 0, 0).aminmax())
+    for label in bounds.tolist():  # the one wait for the device
+        if not 0 <= label < vocab_size:
+            raise ValueError(
+                f"label {label} is outside the vocabulary 0..{vocab_size - 1}; give the token a "
+                "weight of 0 if it is not to be trained on, or raise vocab_size"
+            )

@@ -1,0 +1,91 @@
+"""How a language-model head lies over tensor-parallel ranks, and the sums over them."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularySplit:
+    """This rank's columns of the logits, and the ranks that have the rest.
+
+    Letters as in :mod:`megatron_untied.loss.chunked_cross_entropy`. Methods that end in ``_``
+    and :meth:`gather` are collective over ``group``.
+    """
+
+    group: ProcessGroup | None
+    """The ranks that share the vocabulary; None for one rank alone, which has no collectives."""
+    first_column: int
+    num_columns: int
+    """Real tokens among this rank's rows of the weight; 0 if they are all padding."""
+    num_token_blocks: int
+    """Ranks that hold a part of the tokens each: t with sequence parallelism, else 1."""
+
+    @classmethod
+    def of(
+        cls, weight: Tensor, *, vocab_size: int, group: ProcessGroup | None, sequence_parallel: bool
+    ) -> "VocabularySplit":
+        """From this rank's rows of the weight, [v/t, m], the same number on every rank.
+
+        Raises:
+            ValueError: if the vocabulary has more tokens than the weight has rows.
+        """
+        t, rank = (1, 0) if group is None else (group.size(), group.rank())
+        rows = len(weight)
+        if vocab_size > rows * t:
+            raise ValueError(
+                f"vocab_size is {vocab_size}, but the weight has {rows} rows on each of {t} "
+                f"tensor-parallel ranks; pad it to at least {-(-vocab_size // t)} rows a rank"
+            )
+        return cls(
+            group=None if t == 1 else group,
+            first_column=rank * rows,
+            num_columns=min(max(vocab_size - rank * rows, 0), rows),
+            num_token_blocks=t if sequence_parallel else 1,
+        )
+
+    def by_hidden_row(self, x: Tensor) -> Tensor:
+        """What tokens carry, in the order of hidden rows: [b, n] -> [blocks, n/blocks * b]."""
+        return x.t().reshape(self.num_token_blocks, -1)
+
+    def column_of(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Each label's column in this rank's logits, [c], and whether it is there at all, [c].
+
+        A label of another rank, or one that is masked and means nothing, has column 0.
+        """
+        column = labels - self.first_column
+        owned = (column >= 0) & (column < self.num_columns)
+        return column.where(owned, 0), owned
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The chunk's hidden states, block after block: [c/blocks, m] -> [c, m].
+
+        Without sequence parallelism these are ``rows`` themselves, not a copy.
+        """
+        if self.num_token_blocks == 1:
+            return rows
+        gathered = rows.new_empty(self.num_token_blocks * len(rows), rows.shape[1])
+        dist.all_gather_into_tensor(gathered, rows, self.group)
+        return gathered
+
+    def max_(self, x: Tensor) -> Tensor:
+        """Maximum over the ranks, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, dist.ReduceOp.MAX, self.group)
+        return x
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def sum_product_(self, rows: Tensor, a: Tensor, b: Tensor) -> None:
+        """Sum ``a @ b``, [c, m], over the ranks; ``rows`` gets what :meth:`gather` took from it."""
+        if self.num_token_blocks == 1:
+            self.sum_(torch.mm(a, b, out=rows))
+        else:
+            dist.reduce_scatter_tensor(rows, a @ b, group=self.group)

@@ -1,0 +1,31 @@
+"""Matrix products of narrow operands with an fp32 result, which only CUDA has as one operation."""
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of such values are held in: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in the accumulation dtype: [i, k] x [k, j] -> [i, j].
+
+    A CPU rounds each entry of a bf16 product to bf16 before it is widened; CUDA does not.
+    """
+    dtype = accumulation_dtype(a.dtype)
+    if a.is_cuda and a.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return (a @ b).to(dtype)
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``total += a @ b`` summed in total's dtype, with no temporary of total's size.
+
+    cuBLAS adds a product of bf16 operands into an fp32 total. A CPU cannot, so there the operands
+    are widened: the same sum up to fp32 rounding.
+    """
+    if total.is_cuda and total.dtype != a.dtype:
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.addmm_(a.to(total.dtype), b.to(total.dtype))

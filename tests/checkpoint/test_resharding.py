@@ -5,6 +5,7 @@ so everything is asked for bit for bit, against one rank that never stopped.
 """
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from megatron_untied.checkpoint import (
 from tests.distributed import run_on_ranks
 from tests.small_run import MODEL, Split, gather_parameters, gather_state, small_run
 
-ONE = Split()
 SPLITS = {
     "1": (1, Split()),
     "1-plain": (1, Split(distributed_optimizer=False)),
@@ -34,17 +34,13 @@ SPLITS = {
 }
 PAIRS = [
     ("1", "tp2-cp2"),
-    ("1-plain", "dp2"),
-    ("dp2", "1"),
     ("dp2-plain", "tp4"),
-    ("cp2", "tp2-plain"),
     ("tp2", "cp2-dp2"),
-    ("tp2-plain", "dp2-plain"),
     ("tp4", "1-plain"),
-    ("cp2-dp2", "tp2"),
-    ("tp2-cp2", "tp2-dp2-plain"),
-    ("tp2-dp2-plain", "tp4"),
-    ("tp4", "tp2-cp2"),
+    ("tp2-cp2", "dp2"),
+    ("tp2-dp2-plain", "tp2"),
+    ("1-plain", "tp2-plain"),
+    ("cp2", "1"),
 ]
 TIED = dataclasses.replace(
     MODEL, untie_embeddings_and_output_weights=False, add_bias_linear=True, swiglu=False
@@ -52,10 +48,19 @@ TIED = dataclasses.replace(
 GATED_WITH_BIASES = dataclasses.replace(MODEL, add_bias_linear=True, normalization="LayerNorm")
 
 
-def trained_without_a_stop(group, split, model, iterations):
+@functools.cache
+def trained_without_a_stop(model, bf16):
+    """The states of one rank after 3 and after 6 iterations."""
+    (states,) = run_on_ranks(train, 1, Split(bf16=bf16), model)
+    return states
+
+
+def train(group, split, model):
     run = small_run(split, model)
-    run.train(range(iterations))
-    return gather_state(run)
+    run.train(range(3))
+    at_3 = gather_state(run)
+    run.train(range(3, 6))
+    return at_3, gather_state(run)
 
 
 def train_and_save(group, split, model, path):
@@ -84,21 +89,22 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_training_goes_on_at_another_split(tmp_path, saved, loaded, bf16):
-    check_pair(tmp_path, SPLITS[saved], SPLITS[loaded], bf16=bf16)
+def test_training_goes_on_at_another_split(tmp_path, saved, loaded):
+    check_pair(tmp_path, SPLITS[saved], SPLITS[loaded])
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("tp2", "dp2-plain"), ("tp2-plain", "tp2-cp2")])
+def test_bf16_training_goes_on_at_another_split(tmp_path, saved, loaded):
+    check_pair(tmp_path, SPLITS[saved], SPLITS[loaded], bf16=True)
 
 
 @pytest.mark.parametrize("model", [TIED, GATED_WITH_BIASES], ids=["tied", "gated-with-biases"])
-@pytest.mark.parametrize(("saved", "loaded"), [("tp2-cp2", "dp2"), ("1", "tp4")])
-def test_other_architectures_go_on_at_another_split(tmp_path, model, saved, loaded):
-    check_pair(tmp_path, SPLITS[saved], SPLITS[loaded], model=model)
+def test_other_architectures_go_on_at_another_split(tmp_path, model):
+    check_pair(tmp_path, SPLITS["tp2"], SPLITS["dp2"], model=model)
 
 
 def check_pair(tmp_path, saved, loaded, *, model=MODEL, bf16=False):
-    one = dataclasses.replace(ONE, bf16=bf16)
-    (at_3,) = run_on_ranks(trained_without_a_stop, 1, one, model, 3)
-    (at_6,) = run_on_ranks(trained_without_a_stop, 1, one, model, 6)
+    at_3, at_6 = trained_without_a_stop(model, bf16)
     (saving_ranks, saving), (loading_ranks, loading) = saved, loaded
     saving = dataclasses.replace(saving, bf16=bf16)
     loading = dataclasses.replace(loading, bf16=bf16)
@@ -126,7 +132,7 @@ def padding_after_loading(group, path):
 
 
 def test_vocabulary_padding_is_zero_after_loading(tmp_path):
-    run_on_ranks(train_and_save, 1, ONE, MODEL, str(tmp_path))
+    run_on_ranks(train_and_save, 1, Split(), MODEL, str(tmp_path))
     _, padding = run_on_ranks(padding_after_loading, 2, str(tmp_path))
     assert padding.shape == (6, 20)
     assert torch.equal(padding, torch.zeros(6, 20))

@@ -1,0 +1,136 @@
+"""Whether a checkpoint can become this run's state, decided before anything is read into it."""
+
+import math
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_untied.config import ModelConfig
+
+STRUCTURE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "swiglu",
+    "normalization",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+)
+"""Fields of ModelConfig that fix what the numbers of a checkpoint mean. Equal shapes do not
+suffice: 8 heads of 16 and 4 of 32 have the same."""
+
+SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFiles:
+    """What a checkpoint's files hold, read without reading the tensors."""
+
+    folder: Path
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def open(cls, folder: Path) -> "TensorFiles":
+        """Read the index of a checkpoint.
+
+        Raises:
+            ValueError: the index or one of the files is missing or cut off.
+        """
+        try:
+            index = dcp.FileSystemReader(folder).read_metadata()
+        except (FileNotFoundError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(_damaged(folder, f".metadata: {error}")) from error
+        if broken := [*_broken_files(folder, index), *_tensors_with_holes(index)]:
+            raise ValueError(_damaged(folder, _some(broken)))
+        shapes = {name: tuple(one.size) for name, one in index.state_dict_metadata.items()}
+        return cls(folder, shapes)
+
+    def require(self, expected: Mapping[str, tuple[int, ...]], *, allow_more: str | None) -> None:
+        """Check that the tensors of a run are here, with its shapes, and none beside them.
+
+        Args:
+            expected: global shapes by name.
+            allow_more: names that begin so may be here in vain.
+
+        Raises:
+            ValueError: with the first few that differ and both shapes.
+        """
+        more = {n for n in self.shapes if not (allow_more and n.startswith(allow_more))}
+        problems = [f"{name} is missing" for name in expected if name not in self.shapes]
+        problems += [f"{name} is unknown here" for name in sorted(more - expected.keys())]
+        problems += [
+            f"{name} is {list(self.shapes[name])}, here {list(shape)}"
+            for name, shape in expected.items()
+            if self.shapes.get(name, shape) != shape
+        ]
+        if problems:
+            raise ValueError(f"{self.folder} does not fit this model: {_some(problems)}")
+
+
+def require_same_structure(folder: Path, stored: ModelConfig, here: ModelConfig) -> None:
+    """Check that the checkpoint is of this architecture.
+
+    Raises:
+        ValueError: with the settings that differ and both values.
+    """
+    differing = [name for name in STRUCTURE if getattr(stored, name) != getattr(here, name)]
+    if differing:
+        listed = (f"{n} {getattr(stored, n)}, here {getattr(here, n)}" for n in differing)
+        raise ValueError(
+            f"{folder} is of another model: {'; '.join(listed)}. "
+            "Give its settings, or --use-checkpoint-args to take them from it."
+        )
+
+
+def require_same_schedule(folder: Path, stored: Mapping, here: Mapping) -> None:
+    """Check that the learning rate schedule goes on as it began.
+
+    Raises:
+        ValueError: with the settings that differ and both values.
+    """
+    names = [name for name in stored if name != "num_steps" and name in here]
+    differing = [f"{n} {stored[n]}, here {here[n]}" for n in names if stored[n] != here[n]]
+    if differing:
+        raise ValueError(
+            f"{folder} has another schedule (steps are samples): {'; '.join(differing)}. Give the "
+            "same --lr, --min-lr, --lr-* and --train-iters, or start anew with --no-load-optim."
+        )
+
+
+def _broken_files(folder: Path, index: Metadata) -> Iterator[str]:
+    ends: dict[str, int] = {}
+    for stored in index.storage_data.values():
+        end = stored.offset + stored.length
+        ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size < end:
+            yield f"{name} has {size} of {end} bytes"
+
+
+def _tensors_with_holes(index: Metadata) -> Iterator[str]:
+    for name, tensor in index.state_dict_metadata.items():
+        stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+        if stored != math.prod(tensor.size):
+            yield f"{name} has {stored} of {math.prod(tensor.size)} elements"
+
+
+def _damaged(folder: Path, what: str) -> str:
+    return f"{folder} is not a whole checkpoint: {what}. Choose another with --ckpt-step."
+
+
+def _some(problems: Iterable[str]) -> str:
+    listed = list(problems)
+    more = f"; and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
+    return "; ".join(listed[:SHOWN]) + more

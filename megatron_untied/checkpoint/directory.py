@@ -1,0 +1,123 @@
+"""Checkpoints on disk in Megatron's layout, changed so that a crash never loses the last one.
+
+``iter_0000100/`` is complete as soon as it has that name. It is filled under another name first,
+and ``latest_checkpointed_iteration.txt`` names it only after everything is on the disk.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+TRACKER = "latest_checkpointed_iteration.txt"
+INCOMPLETE = ".incomplete"
+REPLACED = ".replaced"
+
+
+def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | None:
+    """The folder of ``iteration``, or of the latest; None if nothing was ever saved here.
+
+    Raises:
+        ValueError: the iteration is not there, or the tracker file does not name one that is.
+    """
+    asked = "--ckpt-step"
+    if iteration is None:
+        asked = str(directory / TRACKER)
+        if (iteration := latest_iteration(directory)) is None:
+            return None
+    folder = iteration_folder(directory, iteration)
+    replaced = folder.with_name(folder.name + REPLACED)
+    found = next((path for path in (folder, replaced) if path.is_dir()), None)
+    if found is None:
+        raise ValueError(f"{asked} names iteration {iteration}; {_there_is(directory)}")
+    return found
+
+
+def latest_iteration(directory: Path) -> int | None:
+    """What the tracker file says; None without one.
+
+    Raises:
+        ValueError: it does not hold an iteration.
+    """
+    tracker = directory / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_bytes().decode(errors="replace").strip()
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{tracker} holds {text[:40]!r}, not an iteration; {_there_is(directory)}")
+    return int(text)
+
+
+def iteration_folder(directory: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration lies."""
+    return directory / f"iter_{iteration:07d}"
+
+
+def staging_folder(directory: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration is put together."""
+    return directory / f"iter_{iteration:07d}{INCOMPLETE}"
+
+
+def start(directory: Path, iteration: int) -> None:
+    """Make an empty staging folder; clears away what a crash has left of earlier ones."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for leftover in directory.glob(f"iter_*{INCOMPLETE}"):
+        shutil.rmtree(leftover)
+    staging_folder(directory, iteration).mkdir()
+
+
+def publish(directory: Path, iteration: int) -> None:
+    """Give the filled folder its name, then move the tracker to it."""
+    folder, staging = iteration_folder(directory, iteration), staging_folder(directory, iteration)
+    replaced = folder.with_name(folder.name + REPLACED)
+    flush_folder(staging)
+    if folder.exists():
+        # Another checkpoint of this iteration: readers fall back to `replaced` in between.
+        _remove(replaced)
+        folder.rename(replaced)
+    staging.rename(folder)
+    flush_folder(directory)
+    write_durably(directory / TRACKER, f"{iteration}\n".encode())
+    _remove(replaced)
+
+
+def retire(directory: Path, iteration: int) -> None:
+    """Delete a checkpoint; a crash on the way leaves nothing that looks like one."""
+    folder = iteration_folder(directory, iteration)
+    if folder.exists():
+        doomed = staging_folder(directory, iteration)
+        folder.rename(doomed)
+        _remove(doomed)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file that is there either whole or not at all, and stays."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    flush_folder(path.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _there_is(directory: Path) -> str:
+    names = (path.name.removeprefix("iter_") for path in directory.glob("iter_*"))
+    iterations = sorted(int(name) for name in names if name.isdigit())
+    if not iterations:
+        return f"{directory} has no checkpoint at all"
+    listed = ", ".join(map(str, iterations))
+    return f"{directory} has {listed}: choose with --ckpt-step {iterations[-1]}"

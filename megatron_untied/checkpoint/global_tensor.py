@@ -1,0 +1,104 @@
+"""Tensors as PyTorch's distributed checkpoint (DCP) reads and writes them: by global rectangles."""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from megatron_untied.sharding.parameter_layout import Piece
+
+BLOCK_ELEMENTS = 1 << 24
+"""Largest rectangle in a file, 64 MiB in fp32: who needs a part of one reads all of it."""
+
+
+class GlobalTensor:
+    """One tensor of the whole model and the pieces of it that this rank holds.
+
+    Ranks that hold the same piece may all offer it: DCP lets the one with least to do write it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], pieces: Iterable[Piece]):
+        self.shape = torch.Size(shape)
+        self.pieces = {torch.Size(piece.offsets): piece.tensor for piece in pieces}
+
+    def size(self) -> torch.Size:
+        """DCP's question when loading."""
+        return self.shape
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets, piece.size()),
+                    properties=TensorProperties.create_from_tensor(piece),
+                    size=self.shape,
+                ),
+            )
+            for offsets, piece in self.pieces.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets, piece.size()) for offsets, piece in self.pieces.items()
+        ]
+
+
+def in_blocks(pieces: Iterable[Piece]) -> Iterable[Piece]:
+    """The same pieces, cut along their first dimension to at most ``BLOCK_ELEMENTS``."""
+    for piece in pieces:
+        rows_at_once = max(1, BLOCK_ELEMENTS // math.prod(piece.tensor.shape[1:]))
+        for number, block in enumerate(piece.tensor.split(rows_at_once)):
+            row = piece.offsets[0] + number * rows_at_once
+            yield Piece((row, *piece.offsets[1:]), block)
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
+    """Write every rank's pieces to the disk; collective over all ranks.
+
+    Raises:
+        CheckpointException: on every rank, if any of them could not write, or if the pieces of all
+            ranks do not make up the tensors.
+    """
+    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), planner=_SavePlanner())
+
+
+def read_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
+    """Fill every rank's pieces in place, from any sharding and dtype; collective over all ranks.
+
+    Raises:
+        CheckpointException: on every rank, if any of them could not read.
+    """
+    dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder), planner=_LoadPlanner())
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].pieces[index.offset]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
+        # The inherited method replaces objects that are not tensors by None.
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].pieces[index.offset]

@@ -1,0 +1,56 @@
+"""The random generators of one rank: Python's, numpy's, torch's and megatron-core's."""
+
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+from megatron_untied.checkpoint.directory import write_durably
+
+
+def save_random_state(folder: Path, rank: int) -> None:
+    """Write this rank's generators to a file of its own."""
+    buffer = io.BytesIO()
+    torch.save(_capture(), buffer)
+    write_durably(random_state_file(folder, rank), buffer.getvalue())
+
+
+def load_random_state(folder: Path, rank: int) -> None:
+    """Put this rank's generators back to where they were."""
+    # Generators live on the host; weights_only: nothing in the file is executed.
+    state = torch.load(random_state_file(folder, rank), map_location="cpu", weights_only=True)
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def random_state_file(folder: Path, rank: int) -> Path:
+    """Where a rank's generators are."""
+    return folder / f"random_{rank:05d}.pt"
+
+
+def seed_generators(seed: int) -> None:
+    """Start every generator anew; tensor-parallel ranks differ where megatron-core wants it so."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _capture() -> dict[str, Any]:
+    kind, keys, *rest = numpy.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(numpy.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }

@@ -1,0 +1,97 @@
+"""What a checkpoint is made of."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megatron_untied.checkpoint.directory import write_durably
+from megatron_untied.config import ModelConfig
+from megatron_untied.sharding.distributed_optimizer import ModelShards, OptimizerShards, Shard
+from megatron_untied.sharding.parameter_layout import ParameterLayout
+
+STATE = "state.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far training is."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingState:
+    """The live objects of a run: saving reads them, loading writes into them."""
+
+    model_config: ModelConfig
+    layouts: Mapping[str, ParameterLayout]
+    """Of every parameter, by name."""
+    shards: OptimizerShards | ModelShards
+    """What this rank updates; the bare model where nothing is trained."""
+    scheduler: OptimizerParamScheduler | None = None
+    groups: ProcessGroupCollection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLayout:
+    """How many ranks share the work: random states belong to ranks, so they fit only the same."""
+
+    world: int
+    tensor: int
+    context: int
+
+    @classmethod
+    def of(cls, groups: ProcessGroupCollection) -> "RankLayout":
+        """The layout of the running ranks."""
+        return cls(world=dist.get_world_size(), tensor=groups.tp.size(), context=groups.cp.size())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredState:
+    """Everything in a checkpoint that is not a tensor, a random state or a setting."""
+
+    progress: Progress
+    ranks: RankLayout
+    optimizer_step: int | None
+    """Adam's; None in a checkpoint of weights alone."""
+    scheduler: dict[str, Any] | None
+
+    def write(self, folder: Path) -> None:
+        """Put it into a checkpoint's folder."""
+        write_durably(folder / STATE, json.dumps(asdict(self), indent=2).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> "StoredState":
+        """Take it from a checkpoint's folder.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        path = folder / STATE
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: {folder} is not a whole checkpoint")
+        values = json.loads(path.read_text())
+        values["progress"] = Progress(**values["progress"])
+        values["ranks"] = RankLayout(**values["ranks"])
+        return cls(**values)
+
+
+def tensors_of(shard: Shard) -> Iterator[tuple[str, Tensor]]:
+    """A shard's tensors by their name in a checkpoint."""
+    yield f"model.{shard.name}", shard.value
+    for moment, tensor in shard.moments.items():
+        yield f"optimizer.{moment}.{shard.name}", tensor
+
+
+def tensor_names(parameter: str, *, with_moments: bool) -> list[str]:
+    """The names in a checkpoint that belong to a parameter."""
+    moments = ("exp_avg", "exp_avg_sq") if with_moments else ()
+    return [f"model.{parameter}", *(f"optimizer.{moment}.{parameter}" for moment in moments)]

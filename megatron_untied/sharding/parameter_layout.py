@@ -1,0 +1,240 @@
+"""Where the part of a parameter that a rank holds lies in the whole model's parameter.
+
+The global tensor is the logical one, the same for every sharding: the vocabulary is not padded, and
+a SwiGLU's gate and up projections are rows [0, f) and [f, 2f) of one [2f, m] tensor, whatever the
+tensor-parallel size. Initial weights, checkpoints and conversions speak of global tensors only.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_untied.config import ModelConfig
+
+VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Parameters with one row a token, padded at the end; tied embeddings have only the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An axis-aligned part of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box."""
+        return math.prod(self.sizes)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The part in both boxes, or None where there is none."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = map(min, self._stops(), other._stops())
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, sizes) if min(sizes) > 0 else None
+
+    def shifted(self, by: Sequence[int]) -> "Box":
+        """The same box, ``by`` further along each dimension."""
+        return Box(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
+
+    def view(self, x: Tensor) -> Tensor:
+        """The box of ``x``."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            x = x.narrow(dim, offset, size)
+        return x
+
+    def _stops(self) -> Iterator[int]:
+        return (offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of the global tensor and the memory on this rank that holds it."""
+
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A box of this tensor-parallel rank's parameter and its offsets in the global tensor."""
+
+    local: Box
+    global_offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterLayout:
+    """One parameter: its global shape and the rectangles that this tensor-parallel rank holds.
+
+    Rows of vocabulary padding are in no rectangle.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    rectangles: tuple[Rectangle, ...]
+
+    @property
+    def whole(self) -> Box:
+        """The local parameter as one box."""
+        return Box((0,) * len(self.local_shape), self.local_shape)
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether this rank holds vocabulary padding, which no rectangle covers."""
+        return sum(rectangle.local.numel for rectangle in self.rectangles) < self.whole.numel
+
+    def pieces(self, tensor: Tensor, boxes: Sequence[Box] | None = None) -> list[Piece]:
+        """Views of ``tensor``, each with its offsets in the global tensor.
+
+        Args:
+            tensor: contiguous; holds the elements of ``boxes`` one box after the other, in any
+                shape (a flat shard of a distributed optimizer, rows of an FSDP shard).
+            boxes: boxes of the local parameter; None is all of it.
+        """
+        flat, found, start = tensor.view(-1), [], 0
+        for box in (self.whole,) if boxes is None else boxes:
+            held = flat[start : start + box.numel].view(box.sizes)
+            start += box.numel
+            for rectangle in self.rectangles:
+                if common := box.intersect(rectangle.local):
+                    into_box = common.shifted([-offset for offset in box.offsets])
+                    into_rectangle = common.shifted([-o for o in rectangle.local.offsets])
+                    offsets = into_rectangle.shifted(rectangle.global_offsets).offsets
+                    found.append(Piece(offsets, into_box.view(held)))
+        assert start == tensor.numel(), f"{self.name}: {tensor.numel()} elements for {start}"
+        return found
+
+
+def parameter_layouts(
+    model: torch.nn.Module, config: ModelConfig, *, tp_rank: int, tp_size: int
+) -> dict[str, ParameterLayout]:
+    """The layout of every parameter of a bare model (not wrapped for data parallelism), by name.
+
+    Reads the attributes that megatron-core's parallel linear layers and embedding leave on their
+    parameters; call it before FSDP, which replaces the parameters by shards without them.
+    """
+    _assert_partition_is_marked(model)
+    return {
+        name: parameter_layout(
+            name,
+            tuple(parameter.shape),
+            partition_dim=_partition_dim(parameter),
+            stride=getattr(parameter, "partition_stride", 1),
+            num_rows=config.vocab_size if name in VOCABULARY_PARAMETERS else None,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+        )
+        for name, parameter in model.named_parameters()
+    }
+
+
+def parameter_layout(
+    name: str,
+    local_shape: tuple[int, ...],
+    *,
+    partition_dim: int | None,
+    stride: int = 1,
+    num_rows: int | None = None,
+    tp_rank: int,
+    tp_size: int,
+) -> ParameterLayout:
+    """The layout of one parameter.
+
+    Args:
+        name: as in ``model.named_parameters()``.
+        local_shape: the parameter on one tensor-parallel rank, padding included.
+        partition_dim: dimension split over the ranks; None is a copy on every rank.
+        stride: blocks that are each split over the ranks by themselves: 2 for gate and up, whose
+            halves lie one after the other on every rank.
+        num_rows: rows of the global tensor without padding; None is all of them.
+        tp_rank: this rank in its tensor-parallel group.
+        tp_size: ranks of that group.
+    """
+    global_shape, zeros = list(local_shape), (0,) * len(local_shape)
+    rectangles = [Rectangle(Box(zeros, local_shape), zeros)]
+    if partition_dim is not None:
+        global_shape[partition_dim] *= tp_size
+        rectangles = _strided_rectangles(local_shape, partition_dim, stride, tp_rank, tp_size)
+    if num_rows is not None:
+        global_shape[0] = num_rows
+        rectangles = [cut for r in rectangles if (cut := _without_padding(r, num_rows))]
+    return ParameterLayout(
+        name=name,
+        global_shape=tuple(global_shape),
+        local_shape=local_shape,
+        rectangles=tuple(rectangles),
+    )
+
+
+def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Elements [start, stop) of a row-major tensor as boxes, in order: at most 3 for a matrix."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield Box((start,), (stop - start,))
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows are [first, last)
+    if first > last:
+        yield from _boxes_in_row(shape, last, start, stop)
+        return
+    yield from _boxes_in_row(shape, first - 1, start, first * row)
+    if last > first:
+        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+    yield from _boxes_in_row(shape, last, last * row, stop)
+
+
+def _assert_partition_is_marked(model: torch.nn.Module) -> None:
+    """A split weight without megatron-core's mark would pass as a copy on every rank.
+
+    Megatron-core marks weights while initializing them only: build models with
+    ``perform_initialization=True`` (and an ``init_method`` that does nothing, to save the time).
+    """
+    splits = ("output_size", "input_size", "num_embeddings")
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and any(hasattr(module, f"{s}_per_partition") for s in splits):
+            assert getattr(weight, "tensor_model_parallel", False), (
+                f"{name}.weight is not marked as split over tensor-parallel ranks"
+            )
+
+
+def _partition_dim(parameter: Tensor) -> int | None:
+    is_split = getattr(parameter, "tensor_model_parallel", False)
+    return parameter.partition_dim if is_split else None
+
+
+def _strided_rectangles(
+    local_shape: tuple[int, ...], dim: int, stride: int, tp_rank: int, tp_size: int
+) -> list[Rectangle]:
+    width, remainder = divmod(local_shape[dim], stride)
+    assert not remainder, f"{local_shape[dim]} rows do not split into {stride} blocks"
+    zeros, sizes = (0,) * len(local_shape), (*local_shape[:dim], width, *local_shape[dim + 1 :])
+
+    def at(position: int) -> tuple[int, ...]:
+        return (*zeros[:dim], position, *zeros[dim + 1 :])
+
+    return [
+        Rectangle(Box(at(block * width), sizes), at((block * tp_size + tp_rank) * width))
+        for block in range(stride)
+    ]
+
+
+def _without_padding(rectangle: Rectangle, num_rows: int) -> Rectangle | None:
+    sizes = rectangle.local.sizes
+    kept = min(sizes[0], num_rows - rectangle.global_offsets[0])
+    if kept <= 0:
+        return None
+    return Rectangle(Box(rectangle.local.offsets, (kept, *sizes[1:])), rectangle.global_offsets)
+
+
+def _boxes_in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
+    origin = index * math.prod(shape[1:])
+    for box in boxes_of_flat_range(shape[1:], start - origin, stop - origin):
+        yield Box((index, *box.offsets), (1, *box.sizes))

@@ -1,0 +1,222 @@
+"""A small model with megatron-core's optimizer, at any split over ranks, for tests of its state."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+from megatron_untied.checkpoint import TrainingState
+from megatron_untied.checkpoint.state import tensors_of
+from megatron_untied.config import ModelConfig, Precision
+from megatron_untied.sharding.distributed_optimizer import OptimizerShards
+from megatron_untied.sharding.initialize_weights import initialize_weights
+from megatron_untied.sharding.parameter_layout import (
+    Box,
+    ParameterLayout,
+    Piece,
+    parameter_layouts,
+)
+
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=20,
+    ffn_hidden_size=28,
+    num_attention_heads=8,
+    num_query_groups=4,
+    kv_channels=6,
+    vocab_size=90,  # padded to 96, 96, 128 at 1, 2, 4 ranks of tensor parallelism
+    make_vocab_size_divisible_by=16,
+    max_position_embeddings=64,
+    add_qkv_bias=True,
+    qk_layernorm=True,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """How a small run is spread over ranks; data parallelism takes what is left."""
+
+    tensor: int = 1
+    context: int = 1
+    distributed_optimizer: bool = True
+    bf16: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SmallRun:
+    """A run whose gradients are made up from the iteration and the parameter's name."""
+
+    model: GPTModel
+    wrapped: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    state: TrainingState
+
+    def train(self, iterations: range) -> None:
+        """One optimizer step an iteration; the same numbers at every split."""
+        for iteration in iterations:
+            self.wrapped.zero_grad_buffer()
+            for name, parameter in self.model.named_parameters():
+                for piece in self.state.layouts[name].pieces(parameter.main_grad):
+                    shape = self.state.layouts[name].global_shape
+                    piece.tensor.copy_(part_of(made_up_gradient(name, shape, iteration), piece))
+            self.optimizer.step()
+            self.state.scheduler.step(increment=4)
+
+
+def made_up_gradient(name: str, shape: tuple[int, ...], iteration: int) -> torch.Tensor:
+    """The global gradient of a parameter in an iteration."""
+    generator = torch.Generator().manual_seed(iteration * 1000 + len(name))
+    return torch.randn(shape, generator=generator)
+
+
+def small_run(split: Split, model_config: ModelConfig = MODEL, seed: int = 7) -> SmallRun:
+    """Build it; collective over all ranks."""
+    groups = make_groups(split)
+    model = build_model(split, model_config, groups)
+    initialize_weights(model, model_config, seed, groups.tp)
+    wrapped = DistributedDataParallel(
+        config=model.config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=split.distributed_optimizer,
+            bucket_size=1000,  # several buckets, so that ranks own ranges of many parameters
+        ),
+        module=model,
+        pg_collection=groups,
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            min_lr=1e-3,
+            weight_decay=0.1,
+            clip_grad=0.0,
+            bf16=split.bf16,
+            use_distributed_optimizer=split.distributed_optimizer,
+        ),
+        [wrapped],
+        use_gloo_process_groups=False,
+        pg_collection=groups,
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=1e-3,
+        lr_warmup_steps=8,
+        lr_decay_steps=40,
+        lr_decay_style="cosine",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=40,
+        wd_incr_style="constant",
+    )
+    layouts = parameter_layouts(
+        model, model_config, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
+    )
+    state = TrainingState(
+        model_config=model_config,
+        layouts=layouts,
+        shards=OptimizerShards(optimizer, model),
+        scheduler=scheduler,
+        groups=groups,
+    )
+    return SmallRun(model, wrapped, optimizer, state)
+
+
+def make_groups(split: Split, seed: int = 7) -> ProcessGroupCollection:
+    """Process groups of a split, and seeded generators; collective over all ranks."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=split.tensor,
+        context_parallel_size=split.context,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def build_model(split: Split, model: ModelConfig, groups: ProcessGroupCollection) -> GPTModel:
+    """megatron-core's own GPT; its attention knows no context parallelism, so it is not told."""
+    config = TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        gated_linear_unit=model.swiglu,
+        activation_func=F.silu,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        normalization=model.normalization,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        persist_layer_norm=False,
+        tensor_model_parallel_size=split.tensor,
+        params_dtype=Precision(bf16=split.bf16).params_dtype,
+        bf16=split.bf16,
+        use_cpu_initialization=True,
+        cuda_graph_scope=None,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(
+            qk_layernorm=model.qk_layernorm, normalization=model.normalization
+        ),
+        vocab_size=model.padded_vocab_size(split.tensor),
+        max_sequence_length=model.max_position_embeddings,
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        pg_collection=groups,
+    )
+
+
+def gather_state(run: SmallRun) -> dict[str, torch.Tensor]:
+    """Main values and moments of the whole model, on every rank; collective over all ranks."""
+    held = {}
+    for shard in run.state.shards.shards(with_moments=True):
+        layout = run.state.layouts[shard.name]
+        for name, tensor in tensors_of(shard):
+            held[name] = layout, layout.pieces(tensor, shard.boxes)
+    return gather(held)
+
+
+def gather_parameters(model: GPTModel, layouts) -> dict[str, torch.Tensor]:
+    """The whole model's parameters, on every rank; collective over all ranks."""
+    return gather(
+        {name: (layouts[name], layouts[name].pieces(p)) for name, p in model.named_parameters()}
+    )
+
+
+@torch.no_grad()
+def gather(
+    held: dict[str, tuple[ParameterLayout, list[Piece]]],
+) -> dict[str, torch.Tensor]:
+    """Put global tensors together from all ranks' pieces; what nobody holds is NaN."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, held)
+    found = {}
+    for theirs in everyone:
+        for name, (layout, pieces) in theirs.items():
+            whole = found.setdefault(name, torch.full(layout.global_shape, torch.nan))
+            for piece in pieces:
+                part_of(whole, piece).copy_(piece.tensor)
+    return found
+
+
+def part_of(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The part of the global tensor where a piece lies."""
+    return Box(piece.offsets, tuple(piece.tensor.shape)).view(whole)

@@ -1,0 +1,205 @@
+"""Host memory for what a layer keeps: slots that are filled and read back beside compute.
+
+A slot is host memory for one tensor. Memory grows by whole segments, one for each slot that finds
+no released one of its size: allocated exactly (rounded up to 4 KiB), registered with CUDA once,
+then reused. The first step therefore sizes the arena, without anybody having to list in advance
+what the stash policy of every layer will keep, and later steps allocate nothing. A slot per
+segment leaves nothing to fragment, and registering costs time by the byte, not by the call.
+
+Forward of one layer, with the residual updated in place, and its backward by tiles::
+
+    slot = arena.reserve(residual.shape, residual.dtype)
+    copied = slot.store(residual)            # starts behind the compute queued so far
+    ...                                      # attention: reads the residual, does not write it
+    copied.wait()                            # compute, not the host, waits for the copy
+    residual += output                       # now it may change
+
+    room = torch.empty(2, tile_numel, dtype=slot.dtype, device=device)
+    for x_tile in prefetch(((slot, tile) for tile in tiles), room):
+        ...                                  # the next tile arrives meanwhile
+    slot.release()                           # after its last read was started
+
+Parking is the same: ``slot.store(g).wait()``, give g's storage back (``resize_(0)``), and later
+allocate it again and ``slot.fetch(g).wait()``. One layer ahead works like one tile ahead: keep
+``prefetch(...)`` over the layers in reverse, take ``next`` in each layer's backward, and drop it
+after the last one, as it holds the room. ``arena.engine.wait_all()`` after a failed step.
+"""
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_untied.streaming.copy_engine import Copy, CopyEngine, CpuStreams
+from megatron_untied.streaming.host_memory import (
+    PAGE_BYTES,
+    RegisteredMemory,
+    allocate_counted,
+    allocate_pageable,
+)
+
+Index = slice | int | tuple[slice | int, ...]
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Memory of one slot at a time, and the copies that the next slot on it must come after."""
+
+    memory: Tensor  # uint8, whole pages
+    last_write: Copy | None = None
+    last_read: Copy | None = None
+
+
+class HostArena:
+    """Slots of host memory for one device.
+
+    Args:
+        engine: makes the copies.
+        allocate: gives a uint8 tensor of exactly so many bytes; see ``host_memory``.
+    """
+
+    def __init__(self, engine: CopyEngine, allocate: Callable[[int], Tensor]):
+        self.engine = engine
+        self._allocate = allocate
+        self._released: dict[int, deque[_Segment]] = defaultdict(deque)  # by bytes
+        self.reserved_bytes = 0
+        """Host memory taken from the system."""
+        self.used_bytes = 0
+        """Host memory of slots not released."""
+        self.peak_used_bytes = 0
+        self.num_allocations = 0
+        """Segments allocated so far; constant once the first step is over."""
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> "HostArena":
+        """An arena for a CUDA device (registered memory) or the CPU (pageable)."""
+        on_gpu = device.type == "cuda"
+        allocate = RegisteredMemory(torch.cuda.cudart(), device) if on_gpu else allocate_pageable
+        return cls(CopyEngine.for_device(device), allocate)
+
+    @classmethod
+    def for_tracing(cls) -> "HostArena":
+        """An arena that counts bytes and has none, for a step under FakeTensorMode."""
+        return cls(CopyEngine(CpuStreams()), allocate_counted)
+
+    def reserve(self, shape: Iterable[int], dtype: torch.dtype) -> "HostSlot":
+        """Host memory for one tensor. Its content is undefined until something is written."""
+        shape = torch.Size(shape)
+        num_pages = -(-shape.numel() * dtype.itemsize // PAGE_BYTES)
+        num_bytes = max(1, num_pages) * PAGE_BYTES  # an empty tensor has its page too
+        released = self._released[num_bytes]
+        # The longest released comes first: its last copies are the most likely to be done.
+        segment = released.popleft() if released else self._grow(num_bytes)
+        self.used_bytes += num_bytes
+        self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
+        return HostSlot(self, segment, shape, dtype)
+
+    def trim(self) -> None:
+        """Give released memory back to the system, once the copies running are done.
+
+        For a change of sequence length, and before an arena is dropped. Blocks the host.
+        """
+        self.engine.synchronize()
+        self._released.clear()
+        self.reserved_bytes = self.used_bytes
+
+    def _grow(self, num_bytes: int) -> _Segment:
+        self.num_allocations += 1
+        self.reserved_bytes += num_bytes
+        return _Segment(self._allocate(num_bytes))
+
+    def _take_back(self, segment: _Segment) -> None:
+        self.used_bytes -= segment.memory.nbytes
+        self._released[segment.memory.nbytes].append(segment)
+
+
+class HostSlot:
+    """Host memory for a tensor of one shape and dtype; made by :meth:`HostArena.reserve`.
+
+    Writes start behind all reads of this memory, reads behind all writes, both behind the compute
+    queued so far. Each returns a :class:`~megatron_untied.streaming.copy_engine.Copy` that must be
+    waited for before compute changes the tensor written, or uses the tensor read into. Tensors may
+    be strided in their first dimensions; each contiguous piece is a copy of its own.
+    """
+
+    def __init__(self, arena: HostArena, segment: _Segment, shape: torch.Size, dtype: torch.dtype):
+        self.shape = shape
+        self.dtype = dtype
+        self._arena = arena
+        self._segment: _Segment | None = segment
+        num_bytes = shape.numel() * dtype.itemsize
+        self._host = segment.memory[:num_bytes].view(dtype).view(shape)
+        self._is_written = False
+
+    def store(self, tensor: Tensor) -> Copy:
+        """Start copying ``tensor`` (shape and dtype of the slot) to the host."""
+        return self.write((), tensor)
+
+    def fetch(self, out: Tensor) -> Copy:
+        """Start copying the slot into ``out`` on the device."""
+        return self.read((), out)
+
+    def write(self, index: Index, tensor: Tensor) -> Copy:
+        """Start copying ``tensor`` to ``slot[index]``."""
+        segment = self._held_segment()
+        copy = self._arena.engine.copy_out(tensor, self._host[index], after=segment.last_read)
+        # The copy-out stream runs in order: the last write is behind all others.
+        segment.last_write = copy
+        self._is_written = True
+        return copy
+
+    def read(self, index: Index, out: Tensor) -> Copy:
+        """Start copying ``slot[index]`` into ``out`` on the device."""
+        segment = self._held_segment()
+        assert self._is_written, "this slot is read before anything was written to it"
+        copy = self._arena.engine.copy_in(self._host[index], out, after=segment.last_write)
+        segment.last_read = copy
+        return copy
+
+    def shape_of(self, index: Index) -> torch.Size:
+        """The shape that :meth:`read` at ``index`` expects."""
+        self._held_segment()
+        return self._host[index].shape
+
+    def release(self) -> None:
+        """Let another slot have the memory, at once: its writes wait for the reads started here."""
+        self._arena._take_back(self._held_segment())
+        self._segment = self._host = None  # a trim must find no view that keeps the memory
+
+    def __del__(self):
+        # A forward whose graph is dropped without a backward must not lose host memory.
+        if self._segment is not None:
+            self.release()
+
+    def _held_segment(self) -> _Segment:
+        assert self._segment is not None, "this slot was released"
+        return self._segment
+
+
+def prefetch(reads: Iterable[tuple[HostSlot, Index]], room: Tensor) -> Iterator[Tensor]:
+    """Yield each read on the device, contiguous, with the next one already on its way.
+
+    Args:
+        reads: slots and what to read of them; taken one ahead of what is yielded.
+        room: [2, k] on the device, of the slots' dtype, k the elements of the largest read. What
+            is yielded lies in it and is valid until the next is asked for.
+    """
+    ahead = None
+    for (slot, index), half in zip(reads, itertools.cycle(room)):
+        shape = slot.shape_of(index)
+        out = half[: shape.numel()].view(shape)
+        # Behind all compute so far, so also behind the use of the tensor that was here before.
+        following = slot.read(index, out), out
+        if ahead is not None:
+            yield _arrived(*ahead)
+        ahead = following
+    if ahead is not None:
+        yield _arrived(*ahead)
+
+
+def _arrived(copy: Copy, out: Tensor) -> Tensor:
+    copy.wait()
+    return out

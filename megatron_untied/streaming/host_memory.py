@@ -1,0 +1,84 @@
+"""Page-aligned host memory for the arena: registered with CUDA, pageable, or only counted.
+
+Each allocator here takes a number of bytes, a multiple of ``PAGE_BYTES``, and returns a uint8
+tensor of exactly that size. Keep that tensor as long as its memory is copied from or to; the
+memory goes back to the system when the last view of it is gone.
+"""
+
+import contextlib
+import mmap
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PAGE_BYTES = 4096
+
+
+def allocate_pageable(num_bytes: int) -> Tensor:
+    """Plain memory, zero, on pages of its own. Nothing is resident until it is written.
+
+    The mapping is shared (the default of :mod:`mmap`), because a forked data loader worker would
+    make private pages copy-on-write, and a registered page must not move.
+    """
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+def allocate_counted(num_bytes: int) -> Tensor:
+    """No memory, for a trace with fake tensors: on "meta", so nobody takes it for the device's."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+
+class RegisteredMemory:
+    """Allocates memory that the device copies from and to directly, beside compute.
+
+    ``cudaHostRegister`` takes exactly the bytes it is given; ``pin_memory`` would round them up to
+    a power of two. When CUDA refuses there is one warning, and memory is pageable from then on:
+    right, but its copies are slower and hold up the host.
+
+    Args:
+        cudart: ``torch.cuda.cudart()``.
+        device: the CUDA device whose context is current.
+    """
+
+    def __init__(self, cudart: Any, device: torch.device):
+        self._cudart = cudart
+        self._device = device
+        self._refused = False
+
+    def __call__(self, num_bytes: int) -> Tensor:
+        """Memory of this size, registered where CUDA agrees."""
+        memory = allocate_pageable(num_bytes)
+        if not self._refused:
+            self._register(memory)
+        return memory
+
+    def _register(self, memory: Tensor) -> None:
+        error = self._cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(error) == 0:
+            # Registered pages outlive their mapping and would make the next one there fail.
+            unregister = weakref.finalize(
+                memory, self._cudart.cudaHostUnregister, memory.data_ptr()
+            )
+            unregister.atexit = False  # the CUDA context is gone by then
+            return
+        self._refused = True
+        _take_last_cuda_error(self._device)
+        warnings.warn(
+            f"could not register {memory.nbytes} bytes ({memory.nbytes / 2**30:.1f} GiB) of pinned "
+            f"host memory with CUDA: {self._cudart.cudaGetErrorString(error)}. Training goes on "
+            "with pageable memory, whose copies are slower and do not overlap with compute. Raise "
+            "the memlock limit (ulimit -l unlimited) or the container's memory limit.",
+            stacklevel=2,
+        )
+
+
+def _take_last_cuda_error(device: torch.device) -> None:
+    """Clear CUDA's "last error", which torch would otherwise raise at some later kernel launch.
+
+    torch does not expose cudaGetLastError; the check behind its next launch reads and clears it.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)

@@ -8,5 +8,9 @@ def quiet_megatron_core() -> None:
     """Takes effect on imports of megatron.core that come after."""
     # Transformer Engine and Apex are optional here; what needs one of them says so itself.
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
+    # It calls collectives by names that torch 2.13 has begun to retire.
+    warnings.filterwarnings(
+        "ignore", message=r"`torch.distributed.*deprecated", category=FutureWarning
+    )
     # On a CPU its "GPU" generator is the CPU's own, and it warns at every fork of the two.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)

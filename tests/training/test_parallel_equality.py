@@ -1,0 +1,66 @@
+"""The model and its training do not depend on how many ranks share them, or how.
+
+Same seed and samples, fp32. What differs is the order of sums alone: each loss agrees to 1e-5
+relative after ten steps of Adam, which turns rounding of tiny gradients into whole steps.
+"""
+
+import pytest
+
+from megatron_untied.training.metrics import read_metrics
+from tests.distributed import run_on_ranks
+from tests.training.tiny_run import train
+
+TENSOR = {"tensor_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+SEQUENCE = {"sequence_parallel": True}
+
+
+def curve(tmp_path, world_size: int, **flags) -> list[dict]:
+    path = tmp_path / "metrics.jsonl"
+    run_on_ranks(train, world_size, path, **flags)
+    return read_metrics(path)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    return curve(tmp_path_factory.mktemp("one"), 1)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        pytest.param(2, CONTEXT, id="cp2"),
+        pytest.param(2, CONTEXT | {"cp_heads_per_chunk": 2}, id="cp2-one-head-a-rank"),
+        pytest.param(2, CONTEXT | {"cp_heads_per_chunk": 6}, id="cp2-last-chunk-is-smaller"),
+        pytest.param(4, {"context_parallel_size": 4}, id="cp4"),
+        pytest.param(4, {"context_parallel_size": 4, "cp_heads_per_chunk": 4}, id="cp4-one-head"),
+        pytest.param(4, CONTEXT, id="cp2-dp2"),
+        pytest.param(4, {"use_distributed_optimizer": True}, id="dp4-distributed-optimizer"),
+        pytest.param(2, {"micro_batch_size": 2}, id="dp2-micro-batch-2"),
+        pytest.param(2, TENSOR, id="tp2"),
+        pytest.param(2, TENSOR | SEQUENCE, id="tp2-sequence-parallel"),
+        pytest.param(4, CONTEXT | TENSOR, id="cp2-tp2"),
+        pytest.param(
+            4,
+            CONTEXT
+            | TENSOR
+            | SEQUENCE
+            | {"cp_heads_per_chunk": 2, "use_distributed_optimizer": True, "loss_chunk_size": 13},
+            id="cp2-tp2-everything",
+        ),
+    ],
+)
+def test_ten_steps_are_those_of_one_rank(tmp_path, one_rank, world_size, flags):
+    shared = curve(tmp_path, world_size, **flags)
+    assert len(shared) == len(one_rank) == 10
+    for ours, theirs in zip(shared, one_rank, strict=True):
+        assert ours["valid_tokens"] == theirs["valid_tokens"]
+        assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-5)
+        # Counts every logical element once, however many ranks hold a copy.
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def test_the_curve_learns_and_masks_tokens(one_rank):
+    assert one_rank[-1]["lm_loss"] < one_rank[0]["lm_loss"] - 0.1
+    assert len({step["valid_tokens"] for step in one_rank}) > 1
+    assert all(step["valid_tokens"] < 4 * 64 for step in one_rank)

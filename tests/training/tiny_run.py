@@ -1,0 +1,36 @@
+"""The tiny run of ``command_line.py`` through ``pretrain_gpt.py``'s own functions, on test ranks."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+import pretrain_gpt
+from megatron_untied.training.batch import Batch
+from megatron_untied.training.initialize import Launch
+from megatron_untied.training.pretrain import pretrain
+from tests.training.command_line import tiny_config
+
+
+def train(group: dist.ProcessGroup, metrics: Path | None = None, **changes: object) -> None:
+    """Pretrain on the ranks of ``group``; ``changes`` are flags."""
+    pretrain(
+        tiny_config(group.size(), metrics_jsonl=metrics, **changes),
+        Launch(rank=group.rank(), world_size=group.size()),
+        model_provider=pretrain_gpt.model_provider,
+        datasets_provider=pretrain_gpt.datasets_provider,
+        get_batch=unevenly_masked_batch,
+        forward_step=pretrain_gpt.forward_step,
+    )
+
+
+def unevenly_masked_batch(samples: dict[str, Tensor], groups) -> Batch:
+    """``get_batch`` after a mask that leaves shards, samples and micro-batches unequal.
+
+    Nothing is valid in the first fifth of a sample, so with four shards one has almost nothing.
+    """
+    mask = samples["loss_mask"].clone()
+    mask[:, : mask.size(1) // 5] = 0
+    mask[samples["labels"] % 3 == 0] = 0
+    mask[samples["tokens"].sum(1) % 2 == 0, -7:] = 0
+    return pretrain_gpt.get_batch(samples | {"loss_mask": mask}, groups)

@@ -123,7 +123,7 @@ def _serve(pipe: Connection, parents_end: Connection, encode: Encoder) -> None:
     while True:
         try:
             batch = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         try:
             answer = [encode(document) for document in batch]

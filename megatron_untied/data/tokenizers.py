@@ -25,7 +25,7 @@ def build_tokenizer(
     Raises:
         ValueError: for an unknown type, a model that cannot be read, a tokenizer without an
             end-of-document token, or one that does not have ``vocab_size`` tokens.
-        FileNotFoundError: if the SentencePiece model is not there.
+        FileNotFoundError: if the model is a path where nothing is.
     """
     if tokenizer_type not in TOKENIZER_TYPES:
         raise ValueError(
@@ -60,12 +60,16 @@ def _build_null(vocab_size: int | None) -> MegatronTokenizerBase:
 
 
 def _load(tokenizer_type: TokenizerType, model: str) -> MegatronTokenizerBase:
-    if tokenizer_type == "SentencePieceTokenizer" and not Path(model).is_file():
-        raise FileNotFoundError(f"--tokenizer-model {model}: no such SentencePiece .model file")
+    # A Hugging Face name on the hub is NAME or OWNER/NAME; what cannot be one is a path.
+    is_path = tokenizer_type == "SentencePieceTokenizer" or model.count("/") > 1 or model[0] in "./"
+    if is_path and not Path(model).exists():
+        raise FileNotFoundError(f"--tokenizer-model {model}: no such file or folder")
     try:
         return MegatronTokenizer.from_pretrained(
             model, metadata_path={"library": _LIBRARIES[tokenizer_type]}
         )
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"--tokenizer-model {model}: not a {tokenizer_type} ({reason})") from error
+        raise ValueError(
+            f"--tokenizer-model {model} cannot be read as a {tokenizer_type}: {reason}"
+        ) from error

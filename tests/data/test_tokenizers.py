@@ -75,19 +75,20 @@ def test_null_tokenizer_rejects_no_vocabulary(vocab_size):
         build_tokenizer("NullTokenizer", vocab_size=vocab_size)
 
 
-def test_rejects_a_missing_sentencepiece_model(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such SentencePiece .model file"):
-        build_tokenizer("SentencePieceTokenizer", model=str(tmp_path / "absent.model"))
+@pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
+def test_rejects_a_missing_model(tmp_path, tokenizer_type):
+    with pytest.raises(FileNotFoundError, match="absent.model: no such file or folder"):
+        build_tokenizer(tokenizer_type, model=str(tmp_path / "absent.model"))
 
 
 def test_rejects_a_file_that_is_no_sentencepiece_model(tmp_path):
     (tmp_path / "bad.model").write_bytes(b"not a model")
-    with pytest.raises(ValueError, match="bad.model: not a SentencePieceTokenizer"):
+    with pytest.raises(ValueError, match="bad.model cannot be read as a SentencePieceTokenizer"):
         build_tokenizer("SentencePieceTokenizer", model=str(tmp_path / "bad.model"))
 
 
 def test_rejects_a_folder_without_a_hugging_face_tokenizer(tmp_path):
-    with pytest.raises(ValueError, match="not a HuggingFaceTokenizer"):
+    with pytest.raises(ValueError, match="cannot be read as a HuggingFaceTokenizer"):
         build_tokenizer("HuggingFaceTokenizer", model=str(tmp_path))
 
 

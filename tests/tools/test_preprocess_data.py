@@ -78,7 +78,7 @@ def test_a_run_that_fails_leaves_the_former_files(run, corpus, tmp_path):
     ("flags", "message"),
     [
         (["--vocab-size", "32000"], "--vocab-size 32000 does not match"),
-        (["--tokenizer-model", "absent.model"], "absent.model: no such SentencePiece"),
+        (["--tokenizer-model", "absent.model"], "absent.model: no such file"),
         (["--input", "absent.jsonl"], "--input absent.jsonl: no such file"),
     ],
 )

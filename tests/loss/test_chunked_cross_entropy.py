@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -338,6 +340,17 @@ def test_tied_weight_sums_both_gradients(dtype):
     assert relative_error(tied.grad, table.grad) < TOLERANCE[dtype]
 
 
+class Head(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, hidden, labels, token_weights):
+        return chunked_cross_entropy(
+            hidden, self.weight, labels, token_weights, vocab_size=VOCABULARY, chunk_size=3
+        )
+
+
 def test_fp32_weight_gradient_reaches_the_main_gradient_of_megatron_ddp():
     run_on_ranks(check_megatron_ddp, 2)
 
@@ -349,8 +362,7 @@ def check_megatron_ddp(group):
 
     parallel_state.initialize_model_parallel()
     hidden, weight, labels, token_weights = make_case(n=16, b=1, dtype=torch.bfloat16)
-    head = torch.nn.Module()
-    head.weight = torch.nn.Parameter(weight)
+    head = Head(weight.clone())
     ddp = DistributedDataParallel(
         TransformerConfig(
             num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=True
@@ -360,34 +372,48 @@ def check_megatron_ddp(group):
     )
     mine = slice(8 * group.rank(), 8 * group.rank() + 8)
     for _ in range(2):  # two micro-batches
-        loss = chunked_cross_entropy(
-            hidden[mine].clone().requires_grad_(),
-            head.weight,
-            labels[:, mine],
-            token_weights[:, mine],
-            vocab_size=VOCABULARY,
-            chunk_size=3,
-        )
-        loss.backward()
+        head(*leaves(hidden[mine]), labels[:, mine], token_weights[:, mine]).backward()
     # Each rank's own sum, before the reduction: it has more than bf16's bits, and the right ones.
     main_grad = head.weight.main_grad
-    (alone,) = leaves(weight)
-    chunked_cross_entropy(
-        hidden[mine].clone(),
-        alone,
-        labels[:, mine],
-        token_weights[:, mine],
-        vocab_size=VOCABULARY,
-        chunk_size=3,
-    ).backward()
+    alone = Head(weight)
+    alone(hidden[mine].clone(), labels[:, mine], token_weights[:, mine]).backward()
     assert main_grad.dtype == torch.float32
     assert not torch.equal(main_grad, main_grad.bfloat16().float())
-    assert torch.equal(main_grad, 2 * alone.grad)
-    dist.barrier(group)
+    assert torch.equal(main_grad, 2 * alone.weight.grad)
     ddp.finish_grad_sync()
     _, _, expected = plain_cross_entropy(hidden, weight, labels, token_weights)
     half = slice(128 * group.rank(), 128 * group.rank() + 128)  # this rank's reduced shard
     assert relative_error(main_grad[half], 2 * expected[half]) < TOLERANCE[torch.bfloat16]
+
+
+def test_under_fsdp2_the_gradient_is_reduced_in_fp32_and_hidden_reused():
+    run_on_ranks(check_fsdp2, 2)
+
+
+def check_fsdp2(group):
+    hidden, weight, labels, token_weights = make_case(n=16, b=1, dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # token weights are 1 / count and stay fp32
+    )
+    mesh = DeviceMesh.from_group(group, "cpu")
+    head = fully_shard(Head(weight.float()), mesh=mesh, mp_policy=policy)
+    head.set_gradient_divide_factor(1.0)
+    head.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    mine = slice(8 * group.rank(), 8 * group.rank() + 8)
+    states = leaves(hidden[mine])[0] * 1
+    addresses = [states.data_ptr()]
+    states.register_hook(lambda grad: addresses.append(grad.data_ptr()))
+    head(states, labels[:, mine], token_weights[:, mine]).backward()
+    assert addresses[0] == addresses[1]
+
+    alone = []  # each shard of the tokens by itself, with its own bf16 weights
+    for part in (slice(0, 8), slice(8, 16)):
+        twin = Head(weight)
+        twin(hidden[part].clone(), labels[:, part], token_weights[:, part]).backward()
+        alone.append(twin.weight.grad)
+    assert relative_error(head.weight.grad.full_tensor(), (alone[0] + alone[1]).double()) < 1e-6
 
 
 # --- memory ---------------------------------------------------------------------------------------

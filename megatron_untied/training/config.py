@@ -43,7 +43,7 @@ class OptimizationConfig:
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
-    """Largest L2 norm of the gradient of the whole model; 0 does not clip and reports no norm."""
+    """Largest L2 norm of the gradient of the whole model; 0 does not clip."""
     use_distributed_optimizer: bool = False
     """Spread the fp32 weights and moments over the data- and context-parallel ranks: 12 bytes a
     parameter become 12 / (ranks)."""

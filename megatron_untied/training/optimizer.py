@@ -1,5 +1,7 @@
 """Megatron-core's data-parallel wrapper, optimizer and schedule, configured."""
 
+import math
+
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -46,7 +48,8 @@ def build_optimizer(
             adam_beta1=optimization.adam_beta1,
             adam_beta2=optimization.adam_beta2,
             adam_eps=optimization.adam_eps,
-            clip_grad=optimization.clip_grad,
+            # Without a limit it would not report the norm either.
+            clip_grad=optimization.clip_grad or math.inf,
             use_distributed_optimizer=optimization.use_distributed_optimizer,
             bf16=config.precision.bf16,
             params_dtype=config.precision.params_dtype,

@@ -127,7 +127,7 @@ def test_no_flag_is_both_honored_and_refused():
         ({"tokenizer_type": None}, "missing --tokenizer-type"),
         ({"group_query_attention": None},
          "--num-query-groups does nothing without --group-query-attention; give both"),
-        ({"rope_scaling_factor": 4}, "--rope-scaling-factor does nothing without --use-rope-scaling"),
+        ({"rope_scaling_factor": 4}, "--rope-scaling-factor does nothing without --use-rope"),
         ({"save_interval": 5}, "--save-interval does nothing without --save"),
         ({"finetune": True}, "--finetune does nothing without --load"),
         ({"use_checkpoint_args": True}, "--use-checkpoint-args does nothing without --load"),

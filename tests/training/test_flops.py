@@ -30,7 +30,7 @@ def test_short_sequences_cost_six_operations_a_weight_and_token():
 
 
 def test_causal_attention_is_half_of_two_square_products():
-    # Both products are [s, d] x [d, s] for 32 heads of 128: 2 s^2 d each; a causal mask leaves half.
+    # Two products of 2 s^2 d for each of 32 heads of 128; a causal mask leaves half.
     assert attention_flops(LLAMA3_8B, seq_length=1000) == 2 * (2 * 1000**2 * 128) * 32 // 2
 
 

@@ -9,7 +9,7 @@ from tests.training.command_line import tiny_config
     ("world_size", "changes", "message"),
     [
         (3, {"context_parallel_size": 2},
-         "3 ranks do not divide into tensor parallel 1 x context parallel 2; start a multiple of 2 "),
+         "3 ranks do not divide into tensor parallel 1 x context parallel 2; start a multiple"),
         (1, {"num_query_groups": 3},
          "--num-attention-heads 8 is not a multiple of --num-query-groups 3; 2 groups work"),
         (1, {"rotary_percent": 1.5}, "--rotary-percent 1.5 is outside (0, 1]; 1.0 rotates whole"),
@@ -29,15 +29,15 @@ from tests.training.command_line import tiny_config
          "--seq-length 66 does not divide over 4 context-parallel ranks; 64 does"),
         (4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True,
              "seq_length": 66},
-         "--seq-length 66 does not divide over 2 context-parallel x 2 sequence-parallel ranks; 64"),
+         "--seq-length 66 does not divide over 2 context-parallel x 2 sequence-parallel ranks"),
         (4, {"context_parallel_size": 4, "cp_heads_per_chunk": 6},
          "--cp-heads-per-chunk 6 is not a multiple of --context-parallel-size 4: each rank attends "
          "with as many heads as the others; 4 works"),
         (4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "cp_heads_per_chunk": 6},
-         "--cp-heads-per-chunk 6 is more than the 4 query heads of a tensor-parallel rank; 4 or all"),
+         "--cp-heads-per-chunk 6 is more than the 4 query heads of a tensor-parallel rank; 4 "),
         (1, {"micro_batch_size": 3},
-         "--global-batch-size 4 is not a multiple of --micro-batch-size 3 x 1 data-parallel ranks; "
-         "3 is"),
+         "--global-batch-size 4 is not a multiple of --micro-batch-size 3 x 1 data-parallel "
+         "ranks; 3 is"),
         (3, {}, "--global-batch-size 4 is not a multiple of --micro-batch-size 1 x 3"),
         (1, {"max_position_embeddings": 32},
          "--seq-length 64 is above --max-position-embeddings 32; give --max-position-embeddings 64"),

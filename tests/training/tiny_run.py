@@ -1,4 +1,4 @@
-"""The tiny run of ``command_line.py`` through ``pretrain_gpt.py``'s own functions, on test ranks."""
+"""The tiny run of ``command_line.py`` on test ranks, through ``pretrain_gpt.py``."""
 
 from pathlib import Path
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron_untied.training.batch import Batch
-from megatron_untied.training.initialize import Launch
+from megatron_untied.training.initialize import Launch, initialize
+from megatron_untied.training.learner import Learner, build_learner
 from megatron_untied.training.pretrain import pretrain
 from tests.training.command_line import tiny_config
 
@@ -16,12 +17,24 @@ def train(group: dist.ProcessGroup, metrics: Path | None = None, **changes: obje
     """Pretrain on the ranks of ``group``; ``changes`` are flags."""
     pretrain(
         tiny_config(group.size(), metrics_jsonl=metrics, **changes),
-        Launch(rank=group.rank(), world_size=group.size()),
+        launch_of(group),
         model_provider=pretrain_gpt.model_provider,
         datasets_provider=pretrain_gpt.datasets_provider,
         get_batch=unevenly_masked_batch,
         forward_step=pretrain_gpt.forward_step,
     )
+
+
+def learner_on(group: dist.ProcessGroup, **changes: object) -> Learner:
+    """The tiny model and its optimizer, without data."""
+    config = tiny_config(group.size(), **changes)
+    groups = initialize(config, launch_of(group))
+    return build_learner(pretrain_gpt.model_provider(config, groups), config, groups)
+
+
+def launch_of(group: dist.ProcessGroup) -> Launch:
+    """What torchrun would have told a test rank."""
+    return Launch(rank=group.rank(), world_size=group.size(), local_rank=group.rank())
 
 
 def unevenly_masked_batch(samples: dict[str, Tensor], groups) -> Batch:

@@ -1,0 +1,102 @@
+import pytest
+
+from megatron_untied.training.metrics import read_metrics
+from tests.distributed import RankFailure, run_on_ranks
+from tests.training.tiny_run import train
+
+
+def run(world_size: int, path, **flags) -> list[dict]:
+    run_on_ranks(train, world_size, path, **flags)
+    return read_metrics(path)
+
+
+def numbers(steps: list[dict]) -> list[tuple]:
+    """Everything in a metrics file but times and memory."""
+    names = ("iteration", "consumed_samples", "lm_loss", "grad_norm", "learning_rate",
+             "valid_tokens", "validation_loss")  # fmt: skip
+    return [tuple(step.get(name) for name in names) for step in steps]
+
+
+def test_a_run_repeats_bit_for_bit(tmp_path):
+    first, second = (run(1, tmp_path / name, train_iters=4) for name in ("a", "b"))
+    assert numbers(first) == numbers(second)
+    assert len(first) == 4
+    other_seed = run(1, tmp_path / "c", train_iters=4, seed=5)
+    assert numbers(first) != numbers(other_seed)
+
+
+def test_progress_is_counted_and_speed_is_of_the_whole_batch(tmp_path):
+    steps = run(2, tmp_path / "metrics.jsonl", train_iters=3)
+    assert [step["iteration"] for step in steps] == [1, 2, 3]
+    assert [step["consumed_samples"] for step in steps] == [4, 8, 12]
+    for step in steps:
+        tokens_per_second = 4 * 64 / step["step_seconds"] / 2
+        assert step["tokens_per_second_per_gpu"] == pytest.approx(tokens_per_second)
+        assert step["peak_device_bytes"] > 0
+
+
+def test_evaluates_at_the_interval_and_at_the_end(tmp_path):
+    flags = {"train_iters": 5, "eval_interval": 2, "eval_iters": 2}
+    steps = run(1, tmp_path / "metrics.jsonl", **flags)
+    evaluations = [step for step in steps if "validation_loss" in step]
+    assert [step["iteration"] for step in evaluations] == [2, 4, 5]
+    assert [len(step) for step in evaluations] == [2, 2, 2]
+    # Evaluating does not disturb training.
+    without = run(1, tmp_path / "other.jsonl", train_iters=5)
+    assert numbers(step for step in steps if "lm_loss" in step) == numbers(without)
+
+
+SAVE = {"train_iters": 6, "eval_interval": 2, "eval_iters": 1, "lr_warmup_iters": 2}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (1, {}),
+        (1, {"bf16": True}),
+        (2, {"context_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True}),
+    ],
+)
+def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, world_size, flags):
+    flags = SAVE | flags
+    whole = run(world_size, tmp_path / "whole.jsonl", **flags)
+    parts, folder = tmp_path / "parts.jsonl", tmp_path / "checkpoints"
+    run(world_size, parts, save=folder, exit_interval=3, **flags)
+    assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+    resumed = run(world_size, parts, load=folder, **flags)
+    assert numbers(resumed) == numbers(whole)
+
+
+def test_saves_at_the_interval_and_at_the_end(tmp_path):
+    run(1, tmp_path / "m", train_iters=5, save=tmp_path / "c", save_interval=2)
+    saved = sorted(path.name for path in (tmp_path / "c").glob("iter_*"))
+    assert saved == ["iter_0000002", "iter_0000004", "iter_0000005"]
+
+
+def test_finetuning_takes_the_weights_and_the_architecture_alone(tmp_path):
+    run(1, tmp_path / "m", train_iters=3, save=tmp_path / "c")
+    architecture = ("num_layers", "hidden_size", "num_attention_heads", "group_query_attention",
+                    "num_query_groups", "ffn_hidden_size", "swiglu", "normalization",
+                    "disable_bias_linear", "untie_embeddings_and_output_weights")  # fmt: skip
+    tuned = run(
+        1, tmp_path / "tuned", load=tmp_path / "c", finetune=True, use_checkpoint_args=True,
+        train_iters=1, seed=99, eval_iters=1, **dict.fromkeys(architecture),
+    )  # fmt: skip
+    evaluated = run(1, tmp_path / "e", load=tmp_path / "c", skip_train=True, eval_iters=1,
+                    no_load_optim=True, train_iters=3)  # fmt: skip
+    assert (tuned[0]["iteration"], tuned[0]["consumed_samples"]) == (1, 4)
+    assert tuned[0]["lm_loss"] < 5.45  # below the untrained 5.53: the weights came along
+    assert [step["iteration"] for step in evaluated] == [3]
+
+
+def test_stops_at_a_loss_that_is_not_finite(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(RankFailure, match="FloatingPointError: iteration 2: .*nan"):
+        run_on_ranks(train, 1, path, lr=1e30, clip_grad=0)
+    assert [step["iteration"] for step in read_metrics(path)] == [1]
+
+
+def test_trains_on_through_them_when_told_to(tmp_path):
+    steps = run(1, tmp_path / "m", lr=1e30, clip_grad=0, no_check_for_nan_in_loss_and_grad=True)
+    assert len(steps) == 10
+    assert steps[-1]["lm_loss"] is None

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import megatron_untied  # noqa: F401 - before any test imports megatron.core
+
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")

@@ -79,10 +79,12 @@ def made_up_gradient(name: str, shape: tuple[int, ...], iteration: int) -> torch
     return torch.randn(shape, generator=generator)
 
 
-def small_run(split: Split, model_config: ModelConfig = MODEL, seed: int = 7) -> SmallRun:
+def small_run(
+    split: Split, model_config: ModelConfig = MODEL, seed: int = 7, dropout: float = 0.0
+) -> SmallRun:
     """Build it; collective over all ranks."""
     groups = make_groups(split)
-    model = build_model(split, model_config, groups)
+    model = build_model(split, model_config, groups, dropout)
     initialize_weights(model, model_config, seed, groups.tp)
     wrapped = DistributedDataParallel(
         config=model.config,
@@ -147,7 +149,9 @@ def make_groups(split: Split, seed: int = 7) -> ProcessGroupCollection:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def build_model(split: Split, model: ModelConfig, groups: ProcessGroupCollection) -> GPTModel:
+def build_model(
+    split: Split, model: ModelConfig, groups: ProcessGroupCollection, dropout: float = 0.0
+) -> GPTModel:
     """megatron-core's own GPT; its attention knows no context parallelism, so it is not told."""
     config = TransformerConfig(
         num_layers=model.num_layers,
@@ -165,6 +169,8 @@ def build_model(split: Split, model: ModelConfig, groups: ProcessGroupCollection
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
         persist_layer_norm=False,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
         tensor_model_parallel_size=split.tensor,
         params_dtype=Precision(bf16=split.bf16).params_dtype,
         bf16=split.bf16,

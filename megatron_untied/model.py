@@ -209,7 +209,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Weights are drawn by initialize_weights. The initializers still have to run: they are
         # what puts the tensor-parallel attributes on parameters.
-        use_cpu_initialization=True,
+        # For megatron-core's own layers True means: on the default device, whatever it is.
+        use_cpu_initialization=transformer_impl == "local",
         init_method=_leave_uninitialized,
         output_layer_init_method=_leave_uninitialized,
         embedding_init_method=_leave_uninitialized,

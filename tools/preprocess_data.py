@@ -25,7 +25,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-import megatron_untied  # noqa: F401  (prepares megatron-core for a machine without CUDA)
 from megatron_untied.data.config import TOKENIZER_TYPES
 from megatron_untied.data.documents import find_files, read_documents
 from megatron_untied.data.indexed_writer import IndexedWriter

@@ -31,7 +31,14 @@ from megatron_untied.training.pretrain import pretrain
 
 def model_provider(config, groups) -> UntiedGPTModel:
     """This rank's share of the model, its weights not drawn yet."""
-    return build_model(config.model, config.parallel, config.memory, config.precision, groups)
+    return build_model(
+        config.model,
+        config.parallel,
+        config.memory,
+        config.precision,
+        groups,
+        transformer_impl=config.transformer_impl,
+    )
 
 
 def datasets_provider(config) -> Datasets:

@@ -37,6 +37,11 @@ Config = TypeVar("Config")
 NEEDS = {
     "num_query_groups": "group_query_attention",
     "rope_scaling_factor": "use_rope_scaling",
+    "recompute_method": "recompute_granularity",
+    "recompute_num_layers": "recompute_granularity",
+    "sequence_tile_size": "recompute_granularity",
+    "cpu_offloading_num_layers": "recompute_granularity",
+    "park_during_attention": "recompute_granularity",
     "save_interval": "save",
     "save_retain_interval": "save",
     "ckpt_step": "load",
@@ -83,6 +88,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         loop=_take(LoopConfig, values),
         logging=_take(LoggingConfig, values),
         distributed=_distributed(values),
+        transformer_impl=values["transformer_impl"],
         seed=values["seed"],
     )
     validate(config, world_size)

@@ -7,6 +7,7 @@ these from flags, ``validate.py`` checks them against each other.
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_untied.backends import TransformerImpl
 from megatron_untied.checkpoint.config import CheckpointConfig
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
 from megatron_untied.data.config import DataConfig
@@ -130,6 +131,8 @@ class RunConfig:
     loop: LoopConfig
     logging: LoggingConfig
     distributed: DistributedConfig
+    transformer_impl: TransformerImpl = "local"
+    """Whose norms and linear layers the model is made of."""
     seed: int = 1234
 
     @property
@@ -140,3 +143,17 @@ class RunConfig:
         """
         train = 0 if self.loop.skip_train else self.loop.train_iters * self.batch.global_batch_size
         return train, self.evaluation.eval_iters * self.batch.global_batch_size, 0
+
+    def evaluates_after(self, iteration: int) -> bool:
+        """Whether the held-out loss is measured then: at the interval and at the end."""
+        return self.evaluation.eval_iters > 0 and self._is_due(
+            iteration, self.evaluation.eval_interval
+        )
+
+    def saves_after(self, iteration: int) -> bool:
+        """Whether a checkpoint is due then: at the interval and at the end."""
+        return self._is_due(iteration, self.checkpoint.save_interval)
+
+    def _is_due(self, iteration: int, interval: int | None) -> bool:
+        at_interval = interval is not None and iteration % interval == 0
+        return at_interval or iteration == self.loop.train_iters

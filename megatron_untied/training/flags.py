@@ -7,8 +7,9 @@ goes and a line in ``FLAGS`` comes. ``arguments.py`` turns what was given into a
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
+from megatron_untied.backends import TransformerImpl
 from megatron_untied.data.config import TOKENIZER_TYPES
 
 Flag = tuple[str, dict[str, Any]]
@@ -99,6 +100,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             dest="heads_per_chunk",
             help="query heads exchanged at a time: fewer need less memory",
         ),
+        switch("--no-cp-overlap", "exchange between chunks, not during them", off="cp_overlap"),
         switch("--use-distributed-optimizer", "spread optimizer states over dp x cp ranks"),
         flag("--distributed-backend", choices=["nccl", "gloo"], help="nccl with GPUs, else gloo"),
         flag("--distributed-timeout-minutes", count, 10, help="longest collective"),
@@ -106,6 +108,17 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "memory and precision": (
         switch("--bf16", "compute in bf16; main weights, gradients and moments stay fp32"),
         flag("--loss-chunk-size", count, metavar="T", help="tokens whose logits are alive at once"),
+        flag(
+            "--recompute-granularity",
+            choices=["full", "selective"],
+            help="stream layers; selective also keeps the attention output",
+        ),
+        flag("--recompute-method", choices=["uniform"], help="groups of equal size"),
+        flag("--recompute-num-layers", count, 1, help="keep every so many layers' input"),
+        flag("--sequence-tile-size", count, 8192, metavar="T", help="tokens of a streamed tile"),
+        flag("--cpu-offloading-num-layers", index, 0, help="layers that keep on the host"),
+        switch("--park-during-attention", "move what attention does not need to the host"),
+        flag("--transformer-impl", default="local", choices=get_args(TransformerImpl)),
     ),
     "batch and optimizer": (
         flag("--seq-length", count, help="tokens of a sample"),
@@ -150,7 +163,6 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--data-cache-path", help="folder for the sample indices"),
         switch("--mock-data", "random tokens instead of --data-path"),
         flag("--num-workers", index, 2, help="processes that prepare samples"),
-        switch("--reset-position-ids", "positions start again at every document"),
         switch("--eod-mask-loss", "no loss where a document has ended"),
     ),
     "loop": (
@@ -190,24 +202,17 @@ NOT_YET: dict[str, str] = {
     # Our features on their way.
     "--use-torch-fsdp2": "full sharding is not there yet; --use-distributed-optimizer is",
     "--optimizer-cpu-offload": "optimizer states stay on the device",
-    "--recompute-granularity": "streamed layers are not there yet: activations stay on the device",
-    "--recompute-method": "streamed layers are not there yet",
-    "--recompute-num-layers": "streamed layers are not there yet",
-    "--cpu-offloading-num-layers": "nothing is stashed on the host yet",
-    "--park-during-attention": "nothing is stashed on the host yet",
-    "--sequence-tile-size": "streamed layers are not there yet",
-    "--verify-recompute": "streamed layers are not there yet",
-    "--no-cp-overlap": "exchanges do not overlap with attention yet",
+    "--verify-recompute": "recomputed values are not compared yet",
     "--cp-comm-type p2p": "ring attention is not there yet; a2a is",
     "--cp-comm-type a2a+p2p": "ring attention is not there yet; a2a is",
     "--hierarchical-context-parallel-sizes": "ring attention is not there yet",
     "--cp-heads-per-chunk auto": "nothing plans memory yet; give a number of heads, or all",
     "--window-size": "every query sees all keys before it",
     "--dataloader-inter-document-masking": "documents of one sample still see each other",
+    "--reset-position-ids": "positions count from the start of the sequence",
     "--sft": "there is no fine-tuning dataset yet",
     "--seq-length-schedule": "the sequence length is constant",
     "--attention-backend": "the kernel follows from the device",
-    "--transformer-impl": "norms and linear layers are megatron-core's local ones",
     "--async-save": "checkpoints are written before training goes on",
     "--profile": "there is no profiler yet",
     "--heartbeat-seconds": "there is no heartbeat yet",

@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -15,7 +16,7 @@ from megatron_untied.training.config import RunConfig
 from megatron_untied.training.evaluate import evaluate
 from megatron_untied.training.exits import EarlyExit
 from megatron_untied.training.initialize import Launch, errors_in_one_line, initialize
-from megatron_untied.training.learner import build_learner
+from megatron_untied.training.learner import Learner, build_learner
 from megatron_untied.training.reporter import Reporter
 from megatron_untied.training.step import ForwardStep, require_finite, train_step
 
@@ -44,60 +45,55 @@ def pretrain(
         get_batch: cuts this rank's shard from a micro-batch.
         forward_step: this rank's part of the loss of a shard.
     """
-    loop, evaluation, checkpoint = config.loop, config.evaluation, config.checkpoint
     with errors_in_one_line():
         groups = initialize(config, launch)
         datasets = datasets_provider(config)
         learner = build_learner(model_provider(config, groups), config, groups)
-        progress = load_checkpoint(checkpoint, learner.state, seed=config.seed)
+        progress = load_checkpoint(config.checkpoint, learner.state, seed=config.seed)
 
     def global_batches_of(dataset, consumed_samples=0):
         return global_batches(dataset, config, groups, get_batch, consumed_samples)
 
     def validation_loss():
-        batches = itertools.islice(global_batches_of(datasets.valid), evaluation.eval_iters)
-        return evaluate(learner, batches, forward_step=forward_step)
+        batches = global_batches_of(datasets.valid)
+        some = itertools.islice(batches, config.evaluation.eval_iters)
+        return evaluate(learner, some, forward_step=forward_step)
 
-    with Reporter(config, launch, start=progress) as report, EarlyExit(loop) as early_exit:
-        report.say(f"{learner.describe()} | starting after iteration {progress.iteration}")
-        if loop.skip_train:
+    with Reporter(config, launch, start=progress) as report, EarlyExit(config.loop) as early_exit:
+        report.say(f"{learner.describe()} | {progress.iteration} iterations done")
+        if config.loop.skip_train:
             report.evaluation(progress.iteration, validation_loss())
             return
-        batches = global_batches_of(datasets.train, progress.consumed_samples)
+        train_batches = global_batches_of(datasets.train, progress.consumed_samples)
         num_samples = config.batch.global_batch_size
-        for iteration in range(progress.iteration + 1, loop.train_iters + 1):
+        for iteration in range(progress.iteration + 1, config.loop.train_iters + 1):
             began = time.perf_counter()
             result = train_step(
-                learner, next(batches), num_samples=num_samples, forward_step=forward_step
+                learner, next(train_batches), num_samples=num_samples, forward_step=forward_step
             )
             device.synchronize()
             seconds = time.perf_counter() - began
-            if loop.check_for_nan:
+            if config.loop.check_for_nan:
                 require_finite(result, iteration)
-            progress = Progress(
-                iteration=iteration, consumed_samples=progress.consumed_samples + num_samples
-            )
+            consumed_samples = progress.consumed_samples + num_samples
+            progress = Progress(iteration=iteration, consumed_samples=consumed_samples)
             report.step(result, progress, seconds=seconds)
-
-            is_last = iteration == loop.train_iters
-            if evaluation.eval_iters and (is_last or _is_due(iteration, evaluation.eval_interval)):
+            if config.evaluates_after(iteration):
                 report.evaluation(iteration, validation_loss())
-
             exit_reason = early_exit.reason(iteration)
-            is_end = is_last or exit_reason is not None
-            if checkpoint.save and (is_end or _is_due(iteration, checkpoint.save_interval)):
-                folder = save_checkpoint(
-                    checkpoint.save,
-                    learner.state,
-                    progress,
-                    run_config=config,
-                    save_retain_interval=checkpoint.save_retain_interval,
-                )
-                report.say(f"saved {folder}")
-            if exit_reason is not None:
+            if config.checkpoint.save and (exit_reason or config.saves_after(iteration)):
+                report.say(f"saved {save(config, learner, progress)}")
+            if exit_reason:
                 report.say(f"exiting after iteration {iteration}: {exit_reason}")
                 return
 
 
-def _is_due(iteration: int, interval: int | None) -> bool:
-    return interval is not None and iteration % interval == 0
+def save(config: RunConfig, learner: Learner, progress: Progress) -> Path:
+    """Write a checkpoint with ``config`` beside it; collective over all ranks."""
+    return save_checkpoint(
+        config.checkpoint.save,
+        learner.state,
+        progress,
+        run_config=config,
+        save_retain_interval=config.checkpoint.save_retain_interval,
+    )

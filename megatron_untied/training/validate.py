@@ -21,6 +21,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Everything that does not fit together in ``config`` on ``world_size`` ranks."""
     yield from _ranks(config, world_size)
     yield from _model(config.model)
+    yield from _memory(config)
     yield from _tensor_parallel(config)
     yield from _context_parallel(config)
     yield from _batch(config, world_size)
@@ -58,6 +59,15 @@ def _model(model: ModelConfig) -> Iterator[str]:
             f"--rotary-percent {model.rotary.percent} rotates "
             f"{int(model.kv_channels * model.rotary.percent)} of {model.kv_channels} channels of a "
             "head; rotation goes by pairs, so an even number works"
+        )
+
+
+def _memory(config: RunConfig) -> Iterator[str]:
+    offloaded, layers = config.memory.cpu_offloading_num_layers, config.model.num_layers
+    if offloaded > layers:
+        yield (
+            f"--cpu-offloading-num-layers {offloaded} is more than --num-layers {layers}; "
+            f"{layers} offloads all"
         )
 
 

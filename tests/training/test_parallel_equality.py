@@ -13,6 +13,7 @@ from tests.training.tiny_run import train
 TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 SEQUENCE = {"sequence_parallel": True}
+STREAMED = {"recompute_granularity": "full", "sequence_tile_size": 24}
 
 
 def curve(tmp_path, world_size: int, **flags) -> list[dict]:
@@ -47,6 +48,22 @@ def one_rank(tmp_path_factory):
             | SEQUENCE
             | {"cp_heads_per_chunk": 2, "use_distributed_optimizer": True, "loss_chunk_size": 13},
             id="cp2-tp2-everything",
+        ),
+        pytest.param(2, CONTEXT | STREAMED, id="cp2-streamed"),
+        pytest.param(1, STREAMED, id="streamed"),
+        pytest.param(
+            2,
+            CONTEXT
+            | STREAMED
+            | {
+                "recompute_granularity": "selective",
+                "recompute_num_layers": 2,
+                "cpu_offloading_num_layers": 2,
+                "park_during_attention": True,
+                "cp_heads_per_chunk": 2,
+                "use_distributed_optimizer": True,
+            },
+            id="cp2-streamed-everything",
         ),
     ],
 )

@@ -35,6 +35,8 @@ from tests.training.command_line import tiny_config
          "with as many heads as the others; 4 works"),
         (4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "cp_heads_per_chunk": 6},
          "--cp-heads-per-chunk 6 is more than the 4 query heads of a tensor-parallel rank; 4 "),
+        (1, {"recompute_granularity": "full", "cpu_offloading_num_layers": 3},
+         "--cpu-offloading-num-layers 3 is more than --num-layers 2; 2 offloads all"),
         (1, {"micro_batch_size": 3},
          "--global-batch-size 4 is not a multiple of --micro-batch-size 3 x 1 data-parallel "
          "ranks; 3 is"),

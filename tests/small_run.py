@@ -91,7 +91,8 @@ def small_run(
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=split.distributed_optimizer,
-            bucket_size=1000,  # several buckets, so that ranks own ranges of many parameters
+            overlap_grad_reduce=True,  # else there is one bucket, whatever its size
+            bucket_size=1000,  # several buckets, so that parameters are cut in many places
         ),
         module=model,
         pg_collection=groups,

@@ -82,7 +82,7 @@ class OptimizerShards:
         return steps.pop() if steps else 0
 
     def set_step(self, step: int) -> None:
-        """Continue after ``step`` updates.
+        """Continue after ``step`` updates, once there are moments.
 
         torch's Adam counts in a tensor of its own for every parameter, on the host unless its
         kernel is fused or captured; the fused Adams of Transformer Engine and Apex in the group.

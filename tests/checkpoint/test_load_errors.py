@@ -1,0 +1,223 @@
+"""What cannot be loaded gets one line with what to change, on every rank, and changes nothing."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_untied.checkpoint import (
+    CheckpointConfig,
+    Progress,
+    load_checkpoint,
+    save_checkpoint,
+)
+from tests.distributed import run_on_ranks
+from tests.small_run import MODEL, Split, gather_state, small_run
+
+
+def train_and_save(group, path, with_optimizer=True):
+    run = small_run(Split())
+    for iteration in (1, 2):
+        run.train(range(iteration - 1, iteration))
+        save_checkpoint(path, run.state, Progress(iteration=iteration))
+
+
+def message(group, config, model=MODEL, lr_decay_steps=40):
+    run = small_run(Split(), model, seed=3)
+    run.state.scheduler.lr_decay_steps = lr_decay_steps
+    before = gather_state(run)
+    path = config.load if isinstance(config.load, str) else config.load[group.rank()]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the message
+        load_checkpoint(dataclasses.replace(config, load=path), run.state, seed=3)
+    after = gather_state(run)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    return str(caught.value)
+
+
+def assert_refused(*texts, ranks=2, **arguments):
+    """Every rank says the same line, which has all ``texts`` in it."""
+    answers = run_on_ranks(message, ranks, **arguments)
+    assert len(set(answers)) == 1
+    assert "\n" not in answers[0]
+    for text in texts:
+        assert text in answers[0], answers[0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A directory with iterations 1 and 2, saved by 2 ranks."""
+    path = tmp_path_factory.mktemp("trained")
+    run_on_ranks(train_and_save, 2, str(path))
+    return path
+
+
+@pytest.fixture
+def saved(trained, tmp_path):
+    """A copy to spoil."""
+    return Path(shutil.copytree(trained, tmp_path / "saved"))
+
+
+@pytest.fixture
+def config(saved):
+    return CheckpointConfig(load=str(saved))
+
+
+def test_refuses_a_missing_checkpoint_when_told_to(tmp_path):
+    config = CheckpointConfig(load=str(tmp_path), exit_on_missing_checkpoint=True)
+    assert_refused(f"--load {tmp_path} has no checkpoint", "leave the flag out", config=config)
+
+
+def progress_without_a_checkpoint(group, path):
+    return load_checkpoint(CheckpointConfig(load=path), small_run(Split()).state, seed=3)
+
+
+def test_starts_at_zero_without_a_checkpoint(tmp_path):
+    for path in (str(tmp_path), str(tmp_path / "not there"), None):
+        assert run_on_ranks(progress_without_a_checkpoint, 1, path) == [Progress()]
+
+
+def test_refuses_a_tracker_that_names_a_missing_folder(saved, config):
+    (saved / "latest_checkpointed_iteration.txt").write_text("30")
+    assert_refused("names iteration 30", "has 1, 2: choose with --ckpt-step 2", config=config)
+
+
+def test_refuses_a_tracker_that_names_a_folder_that_was_never_completed(saved, config):
+    (saved / "iter_0000002").rename(saved / "iter_0000002.incomplete")
+    assert_refused("names iteration 2", "has 1: choose with --ckpt-step 1", config=config)
+
+
+@pytest.mark.parametrize("text", ["garbage", "", "-3", "1.5", "²", "\udc80"])
+def test_refuses_a_tracker_with_garbage(saved, config, text):
+    tracker = saved / "latest_checkpointed_iteration.txt"
+    tracker.write_bytes(text.encode(errors="surrogateescape"))
+    assert_refused("not an iteration", "choose with --ckpt-step 2", ranks=1, config=config)
+
+
+def test_refuses_an_iteration_that_is_not_there(config):
+    config = dataclasses.replace(config, ckpt_step=7)
+    assert_refused("--ckpt-step names iteration 7", "has 1, 2", config=config)
+
+
+def test_refuses_a_directory_without_any_checkpoint_for_an_iteration(tmp_path):
+    config = CheckpointConfig(load=str(tmp_path), ckpt_step=7)
+    assert_refused("has no checkpoint at all", ranks=1, config=config)
+
+
+@pytest.mark.parametrize("name", ["run_config.json", "state.json"])
+def test_refuses_a_folder_without_its_small_files(saved, config, name):
+    (saved / "iter_0000002" / name).unlink()
+    assert_refused(f"{name} is missing", "not a whole checkpoint", ranks=1, config=config)
+
+
+def test_refuses_a_folder_without_its_index(saved, config):
+    (saved / "iter_0000002" / ".metadata").unlink()
+    assert_refused("not a whole checkpoint: .metadata", "--ckpt-step", config=config)
+
+
+def test_refuses_a_folder_with_a_spoilt_index(saved, config):
+    (saved / "iter_0000002" / ".metadata").write_bytes(b"not an index")
+    assert_refused("not a whole checkpoint: .metadata", ranks=1, config=config)
+
+
+def test_refuses_a_folder_without_one_of_its_files(saved, config):
+    (saved / "iter_0000002" / "__1_0.distcp").unlink()
+    assert_refused("not a whole checkpoint: __1_0.distcp has 0 of", config=config)
+
+
+def test_refuses_a_file_that_was_cut_off(saved, config):
+    file = saved / "iter_0000002" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert_refused("not a whole checkpoint: __0_0.distcp has", config=config)
+
+
+def test_refuses_ranks_that_see_different_directories(saved, tmp_path):
+    config = CheckpointConfig(load=[str(saved), str(tmp_path / "other node")])
+    assert_refused("on rank 0 and None on rank 1", "same file system", config=config)
+
+
+def test_says_on_every_rank_what_went_wrong_on_one(saved, tmp_path):
+    other = shutil.copytree(saved, tmp_path / "other")
+    (other / "latest_checkpointed_iteration.txt").write_text("30")
+    config = CheckpointConfig(load=[str(saved), str(other)])
+    assert_refused("names iteration 30", config=config)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_layers": 3}, "num_layers 2, here 3"),
+        ({"vocab_size": 91}, "vocab_size 90, here 91"),
+        ({"swiglu": False}, "swiglu True, here False"),
+        ({"num_attention_heads": 4}, "num_attention_heads 8, here 4"),
+        ({"normalization": "LayerNorm"}, "normalization RMSNorm, here LayerNorm"),
+    ],
+)
+def test_refuses_another_architecture(config, change, text):
+    model = dataclasses.replace(MODEL, **change)
+    assert_refused("of another model", text, "--use-checkpoint-args", config=config, model=model)
+
+
+def test_refuses_heads_of_another_width_though_all_shapes_are_equal(config):
+    model = dataclasses.replace(
+        MODEL, num_attention_heads=4, num_query_groups=2, kv_channels=12, qk_layernorm=False
+    )
+    assert_refused("num_attention_heads 8, here 4", ranks=1, config=config, model=model)
+
+
+def claim(folder, **fields):
+    path = folder / "iter_0000002" / "run_config.json"
+    values = json.loads(path.read_text())
+    values["model"] |= fields
+    path.write_text(json.dumps(values))
+
+
+def test_refuses_tensors_of_another_shape(saved, config):
+    claim(saved, ffn_hidden_size=32)
+    model = dataclasses.replace(MODEL, ffn_hidden_size=32)
+    assert_refused(
+        "does not fit this model",
+        "model.decoder.layers.0.mlp.linear_fc1.weight is [56, 20], here [64, 20]",
+        "; and 9 more",
+        ranks=1,
+        config=config,
+        model=model,
+    )
+
+
+def test_refuses_missing_tensors(saved, config):
+    claim(saved, num_layers=3)
+    model = dataclasses.replace(MODEL, num_layers=3)
+    assert_refused("model.decoder.layers.2", "is missing", ranks=1, config=config, model=model)
+
+
+def test_refuses_tensors_that_nobody_asked_for(saved, config):
+    claim(saved, num_layers=1)
+    model = dataclasses.replace(MODEL, num_layers=1)
+    for flags in ({}, {"finetune": True}):
+        asked = dataclasses.replace(config, **flags)
+        assert_refused("model.decoder.layers.1", "unknown here", ranks=1, config=asked, model=model)
+
+
+def test_refuses_an_architecture_from_another_version(saved, config):
+    claim(saved, number_of_experts=8)
+    assert_refused("ModelConfig has unknown ['number_of_experts']", ranks=1, config=config)
+
+
+def test_refuses_a_missing_file_of_random_states(saved, config):
+    (saved / "iter_0000002" / "random_00001.pt").unlink()
+    assert_refused("random_00001.pt is missing", "--no-load-rng", config=config)
+
+
+def test_refuses_another_schedule(config):
+    assert_refused(
+        "lr_decay_steps 40, here 80", "--no-load-optim", config=config, lr_decay_steps=80
+    )
+
+
+def test_refuses_weights_alone_where_training_should_go_on(saved, config):
+    path = saved / "iter_0000002" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"optimizer_step": None}))
+    assert_refused("has weights only; give --finetune or --no-load-optim", config=config)

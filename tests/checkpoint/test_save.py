@@ -1,0 +1,167 @@
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_untied.checkpoint import (
+    CheckpointConfig,
+    Progress,
+    load_checkpoint,
+    read_model_config,
+    save_checkpoint,
+)
+from megatron_untied.config import RotaryConfig
+from megatron_untied.sharding.distributed_optimizer import ModelShards
+from tests.distributed import run_on_ranks
+from tests.small_run import MODEL, Split, gather_parameters, gather_state, small_run
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Stands for the configuration of a whole run."""
+
+    model: object
+    folder: Path
+    sizes: tuple
+
+
+def save_iterations(group, path, iterations, **options):
+    run = small_run(Split())
+    return [
+        str(save_checkpoint(path, run.state, Progress(iteration=iteration), **options))
+        for iteration in iterations
+    ]
+
+
+def folders(path):
+    return sorted(name for name in os.listdir(path) if name.startswith("iter_"))
+
+
+def test_returns_the_folder_on_every_rank(tmp_path):
+    answers = run_on_ranks(save_iterations, 2, str(tmp_path), [1, 2])
+    assert answers == [[str(tmp_path / "iter_0000001"), str(tmp_path / "iter_0000002")]] * 2
+
+
+def test_keeps_all_checkpoints_unless_told_otherwise(tmp_path):
+    run_on_ranks(save_iterations, 1, str(tmp_path), [1, 2, 3])
+    assert folders(tmp_path) == ["iter_0000001", "iter_0000002", "iter_0000003"]
+
+
+def test_retains_multiples_and_the_last(tmp_path):
+    run_on_ranks(save_iterations, 2, str(tmp_path), [1, 2, 3, 4, 5, 6, 7], save_retain_interval=3)
+    assert folders(tmp_path) == ["iter_0000003", "iter_0000006", "iter_0000007"]
+
+
+def test_never_deletes_a_later_checkpoint(tmp_path):
+    run_on_ranks(save_iterations, 1, str(tmp_path), [5, 2], save_retain_interval=3)
+    assert folders(tmp_path) == ["iter_0000002", "iter_0000005"]
+
+
+def test_the_configuration_can_be_read_by_people_and_back(tmp_path):
+    settings = Settings(model=MODEL, folder=Path("somewhere"), sizes=(1, 2))
+    run_on_ranks(save_iterations, 1, str(tmp_path), [4], run_config=settings)
+    values = json.loads((tmp_path / "iter_0000004" / "run_config.json").read_text())
+    assert values["folder"] == "somewhere"
+    assert values["sizes"] == [1, 2]
+    assert values["model"]["rotary"]["base"] == 10000.0
+    assert read_model_config(tmp_path) == MODEL
+    assert read_model_config(str(tmp_path), 4) == MODEL
+
+
+def save_other_architecture(group, path, model):
+    run = small_run(Split(), model)
+    save_checkpoint(path, run.state, Progress(iteration=1))
+
+
+def test_every_field_of_the_architecture_comes_back(tmp_path):
+    rotary = RotaryConfig(base=5e5, scaling="llama3", scaling_factor=8.0, attention_factor=1.2)
+    model = dataclasses.replace(MODEL, rotary=rotary, window_size=5, norm_epsilon=1e-6)
+    run_on_ranks(save_other_architecture, 1, str(tmp_path), model)
+    assert read_model_config(tmp_path) == model
+
+
+def test_use_checkpoint_args_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=f"--use-checkpoint-args: {tmp_path} has no checkpoint"):
+        read_model_config(tmp_path)
+
+
+def save_into_a_file(group, path):
+    Path(path).write_text("a file") if group.rank() == 0 else None
+    run = small_run(Split())
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - any, on every rank
+        save_checkpoint(path, run.state, Progress(iteration=1))
+    return type(caught.value)
+
+
+def test_what_stops_one_rank_stops_all(tmp_path):
+    assert run_on_ranks(save_into_a_file, 2, str(tmp_path / "file")) == [FileExistsError] * 2
+
+
+def save_and_load_before_the_first_step(group, path):
+    run, other = small_run(Split()), small_run(Split(), seed=3)
+    save_checkpoint(path, run.state, Progress())
+    load_checkpoint(CheckpointConfig(load=path), other.state, seed=3)
+    assert other.state.shards.step() == 0
+    for one in (run, other):
+        one.train(range(2))
+    first, second = gather_state(run), gather_state(other)
+    fresh = small_run(Split())
+    fresh.train(range(2))
+    third = gather_state(fresh)
+    for name in first:
+        assert torch.equal(first[name], second[name])
+        assert torch.equal(first[name], third[name])
+
+
+def test_a_checkpoint_of_the_very_start_disturbs_nothing(tmp_path):
+    run_on_ranks(save_and_load_before_the_first_step, 2, str(tmp_path))
+
+
+def model_only(run):
+    return dataclasses.replace(run.state, shards=ModelShards(run.model), scheduler=None)
+
+
+def save_weights_alone(group, path):
+    run = small_run(Split(tensor=2, bf16=True))
+    save_checkpoint(path, model_only(run), Progress())
+    return gather_parameters(run.model, run.state.layouts)
+
+
+def load_for_evaluation(group, path):
+    run = small_run(Split(tensor=group.size()), seed=3)
+    load_checkpoint(CheckpointConfig(load=path), model_only(run), seed=3)
+    return gather_parameters(run.model, run.state.layouts)
+
+
+def load_for_finetuning(group, path):
+    run = small_run(Split(bf16=True), seed=3)
+    load_checkpoint(CheckpointConfig(load=path, finetune=True), run.state, seed=3)
+    return gather_parameters(run.model, run.state.layouts)
+
+
+@pytest.mark.parametrize("load", [load_for_evaluation, load_for_finetuning])
+def test_weights_alone_keep_their_dtype_and_load_into_any(tmp_path, load):
+    saved = run_on_ranks(save_weights_alone, 2, str(tmp_path))[0]
+    loaded = run_on_ranks(load, 1, str(tmp_path))[0]
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    files = (tmp_path / "iter_0000000").glob("*.distcp")
+    # 2 bytes a weight, and what torch.save adds to each of the pieces.
+    num_weights = sum(values.numel() for values in saved.values())
+    assert sum(file.stat().st_size for file in files) < 2 * num_weights + 120_000
+
+
+def load_trained_for_evaluation(group, path):
+    trained = small_run(Split())
+    trained.train(range(2))
+    save_checkpoint(path, trained.state, Progress(iteration=2))
+    return gather_state(trained), load_for_evaluation(group, path)
+
+
+def test_evaluation_needs_no_optimizer(tmp_path):
+    for trained, loaded in run_on_ranks(load_trained_for_evaluation, 1, str(tmp_path)):
+        for name, values in loaded.items():
+            assert torch.equal(values, trained[f"model.{name}"])

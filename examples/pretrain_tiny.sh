@@ -86,5 +86,18 @@ echo "== resuming from the checkpoint"
 train --load "$OUT/checkpoints" --train-iters $((ITERATIONS + RESUMED_ITERATIONS)) "$@"
 
 echo "== result"
-python tools/plot_loss.py "$OUT/metrics.jsonl" --output "$OUT/loss.png" \
-    --unigram-entropy-of "$OUT/corpus_text_document"
+python - "$OUT" <<'PYTHON'
+import json, subprocess, sys
+
+out = sys.argv[1]
+report = ["tools/dataset_statistics.py", f"{out}/corpus_text_document", "--json"]
+entropy = json.loads(subprocess.check_output([sys.executable, *report]))["unigram_entropy"]
+lines = [json.loads(line) for line in open(f"{out}/metrics.jsonl")]
+loss = [line["validation_loss"] for line in lines if "validation_loss" in line][-1]
+subprocess.check_call(
+    [sys.executable, "tools/plot_loss.py", f"{out}/metrics.jsonl", "--output", f"{out}/loss.png"]
+    + ["--unigram-entropy", str(entropy)]
+)
+print(f"validation loss {loss:.3f} nats a token, unigram entropy of the corpus {entropy:.3f}")
+sys.exit(loss >= entropy and "the validation loss is not below the unigram entropy")
+PYTHON

@@ -126,6 +126,7 @@ def layer_spec(
     if memory.recompute_granularity is None:
         return ModuleSpec(module=TransformerLayer, submodules=submodules)
     stash = Stash(
+        num_layers=config.num_layers,
         selective=memory.recompute_granularity == "selective",
         layers_per_group=memory.recompute_num_layers,
         host_layers=memory.cpu_offloading_num_layers,

@@ -74,6 +74,7 @@ class HostHeadMajor:
 
     def rows(self, rows: Sequence[slice]) -> Tensor:
         """See :class:`HeadMajor`."""
+        self.settle()  # the next layer's slots leave through the same device buffers
         out, parts = self.shape.empty_rows(rows, self.like)
         for run, part in zip(rows, parts, strict=True):
             for index, heads, where in self._pieces(run):

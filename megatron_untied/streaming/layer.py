@@ -33,7 +33,7 @@ from megatron_untied.streaming.projections import (
     queries_keys_values,
 )
 from megatron_untied.streaming.rebuild import rebuild
-from megatron_untied.streaming.stash import DeviceRows, LayerStash, Rows, Stash
+from megatron_untied.streaming.stash import DeviceRows, Group, LayerStash, Rows, Stash
 from megatron_untied.streaming.tiles import (
     GradientSums,
     Tile,
@@ -90,12 +90,20 @@ class UntiedTransformerLayer(TransformerLayer):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **slot_arguments: object
     ) -> tuple[Tensor, None]:
         """[n, b, m] -> [n, b, m] in the same memory, and no cross-attention context."""
-        record = None
+        self._refuse_backward_hooks()
         # Inside a Function's forward grad mode is off, so it is asked here. Without a backward
         # nothing may be kept.
-        if torch.is_grad_enabled():
-            record = self.streaming.stash.open(self, self.layer_number - 1)
-        return _StreamedLayer.apply(hidden_states, self, record, *self.parameters()), None
+        stash = self.streaming.stash if torch.is_grad_enabled() else None
+        group = stash and stash.open(self, self.layer_number - 1)
+        return _StreamedLayer.apply(hidden_states, self, group, *self.parameters()), None
+
+    def _refuse_backward_hooks(self) -> None:
+        if self._backward_hooks:
+            raise ValueError(
+                "a full backward hook on a streamed layer would see its output's gradient after "
+                "that became its input's; use register_full_backward_pre_hook, or a hook on the "
+                "output tensor."
+            )
 
     def tiles(self, num_local: int) -> list[Tile]:
         """The tiles of a residual of ``num_local`` rows."""
@@ -108,20 +116,20 @@ class _StreamedLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, layer: UntiedTransformerLayer, record: LayerStash | None, *parameters
+        ctx, x: Tensor, layer: UntiedTransformerLayer, group: Group | None, *parameters
     ) -> Tensor:
-        ctx.layer, ctx.record = layer, record
+        ctx.layer, ctx.group = layer, group
         for parameter in parameters:
             # A bf16 leaf takes the fp32 sums as they are; autograd would round them first.
             parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
-        return layer_forward(layer, x, record)
+        return layer_forward(layer, x, group and group.members[-1])
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        layer, record = ctx.layer, ctx.record
+        layer, group = ctx.layer, ctx.group
         if not is_ours(gradient):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
-        x, out, lse = rebuild(record, layer.streaming.stash, attend, finish)
+        x, out, lse = rebuild(group, layer.streaming.stash, attend, finish)
         sums = layer_backward(layer, gradient, x, out, lse)
         x.release()
         out.release()

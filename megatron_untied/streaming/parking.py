@@ -29,8 +29,10 @@ def parked(x: Tensor, stash: Stash, already: Rows | None = None) -> Iterator[Row
     storage = x.untyped_storage()
     num_bytes = storage.nbytes()
     storage.resize_(0)
-    yield rows
-    storage.resize_(num_bytes)
+    try:
+        yield rows
+    finally:  # an error inside must not leave a tensor without memory behind
+        storage.resize_(num_bytes)
     rows.slot.fetch(x).wait()
     if not borrowed:
         rows.release()

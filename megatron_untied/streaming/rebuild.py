@@ -8,22 +8,22 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_untied.context_parallel.head_major import HeadMajor
 from megatron_untied.context_parallel.untied import LogSumExps
-from megatron_untied.streaming.stash import LayerStash, Rows, Stash
+from megatron_untied.streaming.stash import Group, LayerStash, Rows, Stash
 
 Attend = Callable[[nn.Module, Rows, LayerStash | None], tuple[HeadMajor, LogSumExps]]
 Finish = Callable[[nn.Module, Rows, HeadMajor, Tensor], None]
 
 
 def rebuild(
-    record: LayerStash, stash: Stash, attend: Attend, finish: Finish
+    group: Group, stash: Stash, attend: Attend, finish: Finish
 ) -> tuple[Rows, HeadMajor, LogSumExps]:
-    """x, O and log-sum-exps of ``record``'s layer; the caller releases x and O.
+    """x, O and log-sum-exps of the last layer left in ``group``; the caller releases x and O.
 
-    Called in the backward of a group's layers, last first: the first call fills in what all the
-    others lack. FSDP2 has gathered the parameters of the calling layer only; the others' are
+    Called in the backward of a group's layers, last first: the first call fills in what all of
+    them lack. FSDP2 has gathered the parameters of the calling layer only; the others' are
     gathered here, one at a time, and those of the layer whose backward comes next stay.
     """
-    members = record.group.members
+    members = group.members
     for each, following in zip(members, [*members[1:], None], strict=True):
         complete = each.attention is not None and (following is None or following.x is not None)
         if complete:
@@ -36,8 +36,8 @@ def rebuild(
             _keep_output(each, following, stash, finish)
             if following is not members[-1]:
                 _scatter(each.layer)
-    members.pop()
-    return record.x, *record.attention
+    last = members.pop()
+    return last.x, *last.attention
 
 
 def _keep_output(each: LayerStash, following: LayerStash, stash: Stash, finish: Finish) -> None:

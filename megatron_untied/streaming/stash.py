@@ -57,11 +57,10 @@ class DeviceRows:
 
 @dataclass(slots=True, eq=False)
 class LayerStash:
-    """What one layer keeps from one forward."""
+    """What layer ``index`` keeps from one forward."""
 
     layer: nn.Module
     index: int
-    group: "Group"
     x: Rows | None = None
     attention: tuple[HeadMajor, LogSumExps] | None = None
 
@@ -77,6 +76,7 @@ class Group:
 class Stash:
     """Decides what the layers of one model keep, and where. The records live in a step's graph."""
 
+    num_layers: int
     selective: bool
     layers_per_group: int
     host_layers: int
@@ -87,18 +87,23 @@ class Stash:
     workspace: Workspace
     _open: Group | None = None
 
-    def open(self, layer: nn.Module, index: int) -> LayerStash:
-        """A record for layer ``index`` of the forward that is running."""
+    def open(self, layer: nn.Module, index: int) -> Group:
+        """The group of layer ``index`` in the forward that is running, its record the last."""
         if index % self.layers_per_group == 0:
             self._open = Group()
-        assert self._open is not None, "layers run in order, from the first of a group"
-        record = LayerStash(layer, index, self._open)
-        self._open.members.append(record)
-        return record
+        group, is_last = self._open, index + 1 in (self.num_layers, self._end_of_group(index))
+        assert group is not None, "layers run in order, from the first of a group"
+        group.members.append(LayerStash(layer, index))
+        if is_last:  # from here on only the graph keeps it
+            self._open = None
+        return group
 
     def keeps_input(self, record: LayerStash) -> bool:
         """Whether a layer's input is kept: the first of a group."""
-        return record is record.group.members[0]
+        return record.index % self.layers_per_group == 0
+
+    def _end_of_group(self, index: int) -> int:
+        return index - index % self.layers_per_group + self.layers_per_group
 
     def keep_rows(self, record: LayerStash, x: Tensor) -> Copy | None:
         """Keep ``x`` as the layer's input; it may change once the returned copy was waited for."""

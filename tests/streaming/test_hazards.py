@@ -1,0 +1,178 @@
+"""What overwriting the residual and its gradient in place must not break."""
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_untied.config import MemoryConfig
+from tests.distributed import run_on_ranks
+from tests.models import batch, make_model, tiny
+
+SELECTIVE = MemoryConfig(recompute_granularity="selective", sequence_tile_size=5)
+GROUPS = MemoryConfig(
+    recompute_granularity="full", recompute_num_layers=2, cpu_offloading_num_layers=2
+)
+
+
+def streamed_layers(memory=SELECTIVE, num_layers=1):
+    model = make_model(tiny(num_layers=num_layers), memory=memory)
+    return model, model.decoder.layers
+
+
+def run(layers, x):
+    for layer in layers:
+        x, _ = layer(x)
+    return x
+
+
+def some_input():
+    return torch.randn(9, 2, 48, generator=torch.Generator().manual_seed(0))
+
+
+def check_shared_gradient(group):
+    _, layers = streamed_layers()
+    dy = torch.randn(9, 2, 48)
+    for reshape in (lambda t: t, lambda t: t.view(-1, 48)):
+        other = some_input().requires_grad_()
+        branch = other * 1  # made before the layer, so its backward runs after the layer's
+        (reshape(run(layers, some_input())) + reshape(branch)).backward(reshape(dy).clone())
+        assert torch.equal(other.grad, dy)
+    mine = dy.clone()
+    run(layers, some_input()).backward(mine)  # the caller's own gradient
+    assert torch.equal(mine, dy)
+
+
+def test_a_gradient_that_others_read_is_not_overwritten():
+    run_on_ranks(check_shared_gradient, 1)
+
+
+def check_hooks(group):
+    _, layers = streamed_layers()
+    dy, seen = torch.randn(9, 2, 48), []
+    out = run(layers, some_input().requires_grad_())
+    out.register_hook(lambda gradient: seen.append(gradient.clone()))
+    out.retain_grad()
+    (out * 1).backward(dy)
+    assert torch.equal(seen[0], dy)
+    assert torch.equal(out.grad, dy)
+
+    layers[0].register_full_backward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match="register_full_backward_pre_hook"):
+        run(layers, some_input())
+
+
+def test_hooks_on_the_output_see_its_gradient_or_are_refused():
+    run_on_ranks(check_hooks, 1)
+
+
+def check_no_grad(group):
+    model, layers = streamed_layers(GROUPS, num_layers=2)
+    stash = layers[0].streaming.stash
+    expected = run(layers, some_input()).detach().clone()
+    assert stash.arena.used_bytes == 0  # the graph is gone, and what it held with it
+    with torch.no_grad():
+        assert torch.equal(run(layers, some_input()), expected)
+    assert stash.arena.used_bytes == 0
+    reserved = stash.arena.reserved_bytes
+    run(layers, some_input().requires_grad_()).sum().backward()
+    assert stash.arena.used_bytes == 0
+    assert stash.arena.reserved_bytes >= reserved
+
+
+def test_a_forward_without_grad_keeps_nothing():
+    run_on_ranks(check_no_grad, 1)
+
+
+def check_two_forwards(group, memory):
+    model, layers = streamed_layers(memory, num_layers=4)
+    inputs = [some_input(), some_input().flip(0) * 2]
+
+    def gradients(order, interleaved):
+        model.zero_grad()
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        if interleaved:
+            losses = [run(layers, leaf * 1).square().sum() for leaf in leaves]
+            for i in order:
+                losses[i].backward()
+        else:
+            for leaf in leaves:
+                run(layers, leaf * 1).square().sum().backward()
+        return [leaf.grad for leaf in leaves] + [p.grad.clone() for p in layers.parameters()]
+
+    expected = gradients((0, 1), interleaved=False)
+    for order in itertools.permutations((0, 1)):
+        for got, want in zip(gradients(order, interleaved=True), expected, strict=True):
+            assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("memory", [SELECTIVE, GROUPS], ids=["selective", "groups of full"])
+def test_two_forwards_before_a_backward(memory):
+    run_on_ranks(check_two_forwards, 1, memory)
+
+
+def check_hooks_fire_once(group, memory):
+    model, _ = streamed_layers(memory, num_layers=2)
+    fired = dict.fromkeys(dict(model.named_parameters()), 0)
+
+    def count(name):
+        def hook(parameter):
+            fired[name] += 1
+
+        return hook
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(count(name))
+        parameter.register_hook(count(name))
+    model(**batch(tiny(), 24, 1)).backward()
+    assert set(fired.values()) == {2}  # one of each kind
+
+
+@pytest.mark.parametrize("memory", [SELECTIVE, GROUPS], ids=["selective", "groups of full"])
+def test_each_parameter_gets_one_gradient(memory):
+    run_on_ranks(check_hooks_fire_once, 1, memory)
+
+
+def check_residual_in_place(group):
+    _, layers = streamed_layers(num_layers=3)
+    x = some_input().requires_grad_()
+    embedded = x * 1
+    hidden = run(layers, embedded)
+    assert hidden.data_ptr() == embedded.data_ptr()
+    before, after = [], []
+    hidden.register_hook(lambda gradient: before.append(gradient.data_ptr()))
+    embedded.register_hook(lambda gradient: after.append(gradient.data_ptr()))
+    (hidden * 2).sum().backward()
+    assert before == after
+
+    saved = torch.tanh(x)  # keeps its output for its backward
+    loss = run(layers, saved).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_residual_is_one_storage_and_autograd_notices_who_saved_it():
+    run_on_ranks(check_residual_in_place, 1)
+
+
+def check_attention_runs(group, memory, forwards_per_layer):
+    model, layers = streamed_layers(memory, num_layers=4)
+    kernel = layers[0].self_attention.parts.kernel
+    calls = 0
+    forward = kernel.forward
+
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        return forward(*args, **kwargs)
+
+    kernel.forward = counted
+    model(**batch(tiny(), 24, 1)).backward()
+    assert calls == forwards_per_layer * len(layers)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize(("granularity", "forwards"), [("full", 2), ("selective", 1)])
+def test_attention_forwards_a_step(granularity, forwards, every):
+    memory = MemoryConfig(recompute_granularity=granularity, recompute_num_layers=every)
+    run_on_ranks(check_attention_runs, 1, memory, forwards)

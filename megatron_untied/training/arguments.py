@@ -125,7 +125,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _help(options: dict[str, Any]) -> str:
     described, default = options.get("help", ""), options["default"]
-    return described if default in (None, True, False, ()) else f"{described} (default: {default})"
+    unsaid = default is None or isinstance(default, bool) or default == ()
+    return described if unsaid else f"{described} (default: {default})"
 
 
 class _Parser(argparse.ArgumentParser):

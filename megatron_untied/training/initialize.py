@@ -84,7 +84,8 @@ def errors_in_one_line() -> Iterator[None]:
     """Ends the process with a message instead of a traceback from every rank.
 
     For what happens before the first step, where a ``ValueError``, a missing file or a missing
-    optional package is a choice of the user's. The place where it was raised is named, for the day it is ours.
+    optional package is a choice of the user's. The place where it was raised is named, for the day
+    when the mistake is ours.
     """
     try:
         yield

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn, TypeVar
@@ -86,7 +87,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         checkpoint=_take(CheckpointConfig, values),
         evaluation=_take(EvaluationConfig, values),
         loop=_take(LoopConfig, values),
-        logging=_take(LoggingConfig, values),
+        logging=_logging(values),
         distributed=_distributed(values),
         transformer_impl=values["transformer_impl"],
         seed=values["seed"],
@@ -124,7 +125,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _help(options: dict[str, Any]) -> str:
     described, default = options.get("help", ""), options["default"]
-    return described if default in (None, True, False, ()) else f"{described} (default: {default})"
+    unsaid = default is None or isinstance(default, bool) or default == ()
+    return described if unsaid else f"{described} (default: {default})"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -185,6 +187,16 @@ def _batch(values: Values, parallel: ParallelConfig, world_size: int) -> BatchCo
     model_ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     one_pass = values["micro_batch_size"] * max(1, world_size // model_ranks)
     return _take(BatchConfig, values, global_batch_size=values["global_batch_size"] or one_pass)
+
+
+def _logging(values: Values) -> LoggingConfig:
+    project = values["wandb_project"]
+    if project and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"--wandb-project {project} needs the package wandb, which is not installed: "
+            "pip install wandb, or leave the flag out"
+        )
+    return _take(LoggingConfig, values)
 
 
 def _distributed(values: Values) -> DistributedConfig:

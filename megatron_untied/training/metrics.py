@@ -100,20 +100,11 @@ class TensorBoardEvents:
 
 
 class WandbRun:
-    """A run of a Weights & Biases project.
-
-    Raises:
-        ValueError: if wandb is not installed.
-    """
+    """A run of a Weights & Biases project; ``arguments.py`` has seen that wandb is installed."""
 
     def __init__(self, project: str):
-        try:
-            import wandb
-        except ImportError:
-            raise ValueError(
-                f"--wandb-project {project} needs the package wandb, which is not installed: "
-                "pip install wandb, or leave the flag out"
-            ) from None
+        import wandb
+
         self._run = wandb.init(project=project)
 
     def write(self, metrics: Metrics) -> None:

@@ -134,6 +134,7 @@ def test_no_flag_is_both_honored_and_refused():
         ({"hidden_size": 60}, "--hidden-size 60 is not a multiple of --num-attention-heads 8; "
                               "give --kv-channels, such as 7"),
         ({"mock_data": None}, "give either --data-path or --mock-data"),
+        ({"wandb_project": "mine"}, "--wandb-project mine needs the package wandb"),
         ({"distributed_backend": "nccl"}, "--distributed-backend nccl needs GPUs"),
     ],
 )  # fmt: skip

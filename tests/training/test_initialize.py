@@ -36,7 +36,7 @@ def test_neighbors_share_tensor_parallelism_then_context_parallelism():
     assert ranks[3] == {"tp": [2, 3], "cp": [1, 3], "dp": [3], "dp_cp": [1, 3]}
 
 
-@pytest.mark.parametrize("error", [ValueError("two of them"), FileNotFoundError("no such file")])
+@pytest.mark.parametrize("error", [ValueError("two of them"), FileNotFoundError("no file")])
 def test_a_users_mistake_is_one_line_that_names_its_place(error):
     with pytest.raises(SystemExit) as exit_, errors_in_one_line():
         raise error

@@ -1,5 +1,7 @@
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,7 +85,12 @@ def test_tensorboard_gets_a_scalar_a_metric(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("lm_loss")] == [(1, 1.0), (2, 2.0)]
 
 
-def test_wandb_is_named_when_it_is_asked_for_and_not_installed(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(ValueError, match="--wandb-project mine needs the package wandb"):
-        open_sinks(LoggingConfig(wandb_project="mine"), start_iteration=0)
+def test_wandb_gets_each_metric_at_its_iteration(monkeypatch):
+    logged = []
+    run = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=list)
+    wandb = SimpleNamespace(init=lambda project: run if project == "mine" else None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (sink,) = open_sinks(LoggingConfig(wandb_project="mine"), start_iteration=0)
+    with sink:
+        sink.write(EvaluationMetrics(iteration=3, validation_loss=0.5))
+    assert logged == [(3, {"validation_loss": 0.5})]

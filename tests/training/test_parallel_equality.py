@@ -68,8 +68,21 @@ def one_rank(tmp_path_factory):
     ],
 )
 def test_ten_steps_are_those_of_one_rank(tmp_path, one_rank, world_size, flags):
-    shared = curve(tmp_path, world_size, **flags)
-    assert len(shared) == len(one_rank) == 10
+    assert len(one_rank) == 10
+    require_same(curve(tmp_path, world_size, **flags), one_rank)
+
+
+def test_every_kind_of_parameter_is_trained_alike(tmp_path):
+    """Biases, LayerNorm, norms of heads, tied embeddings: each meets its gradients elsewhere."""
+    others = {"disable_bias_linear": None, "normalization": "LayerNorm", "swiglu": None,
+              "qk_layernorm": True, "add_qkv_bias": True, "train_iters": 5,
+              "untie_embeddings_and_output_weights": None}  # fmt: skip
+    one_rank = curve(tmp_path / "one", 1, **others)
+    for name, flags in (("plain", {}), ("sequence", SEQUENCE)):
+        require_same(curve(tmp_path / name, 4, **CONTEXT, **TENSOR, **flags, **others), one_rank)
+
+
+def require_same(shared: list[dict], one_rank: list[dict]) -> None:
     for ours, theirs in zip(shared, one_rank, strict=True):
         assert ours["valid_tokens"] == theirs["valid_tokens"]
         assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-5)

@@ -1,7 +1,6 @@
 """Whether a checkpoint can become this run's state, decided before anything is read into it."""
 
 import math
-import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,23 +10,23 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_untied.config import ModelConfig
 
-STRUCTURE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "vocab_size",
-    "swiglu",
-    "normalization",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-)
-"""Fields of ModelConfig that fix what the numbers of a checkpoint mean. Equal shapes do not
-suffice: 8 heads of 16 and 4 of 32 have the same."""
+STRUCTURE = {
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "ffn_hidden_size": "--ffn-hidden-size",
+    "num_attention_heads": "--num-attention-heads",
+    "num_query_groups": "--num-query-groups",
+    "kv_channels": "--kv-channels",
+    "vocab_size": "tokens in the tokenizer's vocabulary",
+    "swiglu": "--swiglu",
+    "normalization": "--normalization",
+    "add_bias_linear": "biases, off with --disable-bias-linear",
+    "add_qkv_bias": "--add-qkv-bias",
+    "qk_layernorm": "--qk-layernorm",
+    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
+}
+"""Fields of ModelConfig that fix what the numbers of a checkpoint mean, and what sets them. Equal
+shapes do not suffice: 8 heads of 16 and 4 of 32 have the same."""
 
 SHOWN = 3
 
@@ -48,7 +47,7 @@ class TensorFiles:
         """
         try:
             index = dcp.FileSystemReader(folder).read_metadata()
-        except (FileNotFoundError, EOFError, pickle.UnpicklingError) as error:
+        except Exception as error:  # whatever a spoilt pickle may raise
             raise ValueError(_damaged(folder, f".metadata: {error}")) from error
         if broken := [*_broken_files(folder, index), *_tensors_with_holes(index)]:
             raise ValueError(_damaged(folder, _some(broken)))
@@ -85,7 +84,10 @@ def require_same_structure(folder: Path, stored: ModelConfig, here: ModelConfig)
     """
     differing = [name for name in STRUCTURE if getattr(stored, name) != getattr(here, name)]
     if differing:
-        listed = (f"{n} {getattr(stored, n)}, here {getattr(here, n)}" for n in differing)
+        listed = (
+            f"{STRUCTURE[name]}: {getattr(stored, name)}, here {getattr(here, name)}"
+            for name in differing
+        )
         raise ValueError(
             f"{folder} is of another model: {'; '.join(listed)}. "
             "Give its settings, or --use-checkpoint-args to take them from it."
@@ -102,8 +104,9 @@ def require_same_schedule(folder: Path, stored: Mapping, here: Mapping) -> None:
     differing = [f"{n} {stored[n]}, here {here[n]}" for n in names if stored[n] != here[n]]
     if differing:
         raise ValueError(
-            f"{folder} has another schedule (steps are samples): {'; '.join(differing)}. Give the "
-            "same --lr, --min-lr, --lr-* and --train-iters, or start anew with --no-load-optim."
+            f"{folder} has another schedule (steps are samples): {'; '.join(differing)}. Give it "
+            "the same --lr, --min-lr, --lr-warmup-iters, --lr-decay-iters (--train-iters, unless "
+            "given), --weight-decay and --global-batch-size, or start anew with --no-load-optim."
         )
 
 

@@ -4,9 +4,11 @@
 and ``latest_checkpointed_iteration.txt`` names it only after everything is on the disk.
 """
 
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 TRACKER = "latest_checkpointed_iteration.txt"
 INCOMPLETE = ".incomplete"
@@ -98,6 +100,25 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     partial.replace(path)
     flush_folder(path.parent)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write ``values`` as people like to read them; what JSON does not know becomes its text."""
+    write_durably(path, (json.dumps(values, indent=2, default=str) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What :func:`write_json` wrote.
+
+    Raises:
+        ValueError: the file is not there, or something else is in it.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: {path.parent} is not a whole checkpoint")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def flush_folder(folder: Path) -> None:

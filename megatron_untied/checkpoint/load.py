@@ -28,7 +28,6 @@ from megatron_untied.checkpoint.state import (
     tensor_names,
     tensors_of,
 )
-from megatron_untied.sharding.distributed_optimizer import OptimizerShards
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +50,7 @@ def load_checkpoint(config: CheckpointConfig, state: TrainingState, *, seed: int
     folder = same_on_every_rank(lambda: _find(config), "the checkpoint in --load")
     if folder is None:
         return Progress()
-    with_optimizer = (
-        config.load_optim and not config.finetune and isinstance(state.shards, OptimizerShards)
-    )
+    with_optimizer = config.load_optim and not config.finetune and state.shards.has_moments
     stored = on_every_rank(lambda: _check(folder, config, state, with_optimizer))
     read_tensors(folder, _tensors_to_fill(state, with_optimizer))
     if with_optimizer:
@@ -123,7 +120,6 @@ def _restore_random_state(
     seed_generators(seed + stored.progress.iteration)
     if rank == 0:
         logger.warning(
-            "%s was saved by %s, here are %s: random generators start anew from the seed and the "
-            "iteration",
-            *(folder, stored.ranks, ranks),
+            "%s was saved by %s, here are %s: random numbers start anew from seed %d, iteration %d",
+            *(folder, stored.ranks, ranks, seed, stored.progress.iteration),
         )

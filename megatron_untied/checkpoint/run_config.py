@@ -1,11 +1,10 @@
 """The run's configuration beside its weights: JSON for people and ``--use-checkpoint-args``."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-from megatron_untied.checkpoint.directory import find_checkpoint, write_durably
+from megatron_untied.checkpoint.directory import find_checkpoint, read_json, write_json
 from megatron_untied.config import ModelConfig, RotaryConfig
 
 RUN_CONFIG = "run_config.json"
@@ -30,18 +29,15 @@ def model_config_of(folder: Path) -> ModelConfig:
         ValueError: its ``run_config.json`` is missing or holds fields that do not exist here.
     """
     path = folder / RUN_CONFIG
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: {folder} is not a whole checkpoint")
-    values = json.loads(path.read_text())["model"]
-    rotary = _from_json(RotaryConfig, values.pop("rotary"), path)
+    values = read_json(path).get("model", {})
+    rotary = _from_json(RotaryConfig, values.get("rotary", {}), path)
     return _from_json(ModelConfig, values | {"rotary": rotary}, path)
 
 
 def write_run_config(folder: Path, model: ModelConfig, run_config: Any) -> None:
     """Write the architecture and whatever else ``run_config``, a dataclass or None, says."""
     others = dataclasses.asdict(run_config) if run_config is not None else {}
-    values = others | {"model": dataclasses.asdict(model)}
-    write_durably(folder / RUN_CONFIG, json.dumps(values, indent=2, default=str).encode())
+    write_json(folder / RUN_CONFIG, others | {"model": dataclasses.asdict(model)})
 
 
 def _from_json(config: type, values: dict[str, Any], path: Path) -> Any:

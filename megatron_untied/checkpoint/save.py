@@ -17,7 +17,6 @@ from megatron_untied.checkpoint.state import (
     TrainingState,
     tensors_of,
 )
-from megatron_untied.sharding.distributed_optimizer import OptimizerShards
 
 
 def save_checkpoint(
@@ -60,8 +59,7 @@ def save_checkpoint(
 
 def _tensors(state: TrainingState) -> dict[str, GlobalTensor]:
     tensors = {}
-    trained = isinstance(state.shards, OptimizerShards)
-    for shard in state.shards.shards(with_moments=trained):
+    for shard in state.shards.shards(with_moments=state.shards.has_moments):
         layout = state.layouts[shard.name]
         for name, tensor in tensors_of(shard):
             pieces = in_blocks(layout.pieces(tensor, shard.boxes))
@@ -70,10 +68,9 @@ def _tensors(state: TrainingState) -> dict[str, GlobalTensor]:
 
 
 def _write_small_state(folder: Path, state: TrainingState, progress: Progress) -> None:
-    trained = isinstance(state.shards, OptimizerShards)
     StoredState(
         progress=progress,
         ranks=RankLayout.of(state.groups),
-        optimizer_step=state.shards.step() if trained else None,
+        optimizer_step=state.shards.step(),
         scheduler=state.scheduler.state_dict() if state.scheduler else None,
     ).write(folder)

@@ -1,6 +1,5 @@
 """What a checkpoint is made of."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,10 +10,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron_untied.checkpoint.directory import write_durably
+from megatron_untied.checkpoint.directory import read_json, write_json
 from megatron_untied.config import ModelConfig
-from megatron_untied.sharding.distributed_optimizer import ModelShards, OptimizerShards, Shard
 from megatron_untied.sharding.parameter_layout import ParameterLayout
+from megatron_untied.sharding.shards import MOMENTS, Shard, Shards
 
 STATE = "state.json"
 
@@ -34,8 +33,8 @@ class TrainingState:
     model_config: ModelConfig
     layouts: Mapping[str, ParameterLayout]
     """Of every parameter, by name."""
-    shards: OptimizerShards | ModelShards
-    """What this rank updates; the bare model where nothing is trained."""
+    shards: Shards
+    """What this rank holds of the weights and moments."""
     scheduler: OptimizerParamScheduler | None = None
     groups: ProcessGroupCollection
 
@@ -53,6 +52,11 @@ class RankLayout:
         """The layout of the running ranks."""
         return cls(world=dist.get_world_size(), tensor=groups.tp.size(), context=groups.cp.size())
 
+    def __str__(self) -> str:
+        return (
+            f"{self.world} ranks (tensor parallel {self.tensor}, context parallel {self.context})"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredState:
@@ -66,7 +70,7 @@ class StoredState:
 
     def write(self, folder: Path) -> None:
         """Put it into a checkpoint's folder."""
-        write_durably(folder / STATE, json.dumps(asdict(self), indent=2).encode())
+        write_json(folder / STATE, asdict(self))
 
     @classmethod
     def read(cls, folder: Path) -> "StoredState":
@@ -75,10 +79,7 @@ class StoredState:
         Raises:
             ValueError: it is not there.
         """
-        path = folder / STATE
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: {folder} is not a whole checkpoint")
-        values = json.loads(path.read_text())
+        values = read_json(folder / STATE)
         values["progress"] = Progress(**values["progress"])
         values["ranks"] = RankLayout(**values["ranks"])
         return cls(**values)
@@ -93,5 +94,5 @@ def tensors_of(shard: Shard) -> Iterator[tuple[str, Tensor]]:
 
 def tensor_names(parameter: str, *, with_moments: bool) -> list[str]:
     """The names in a checkpoint that belong to a parameter."""
-    moments = ("exp_avg", "exp_avg_sq") if with_moments else ()
+    moments = MOMENTS if with_moments else ()
     return [f"model.{parameter}", *(f"optimizer.{moment}.{parameter}" for moment in moments)]

@@ -6,7 +6,6 @@ own loading loses or shares Adam's step.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,23 +17,8 @@ from megatron.core.optimizer.optimizer import (
 )
 from torch import Tensor
 
-from megatron_untied.sharding.parameter_layout import Box, boxes_of_flat_range
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """What this rank holds of one parameter, alive: writing into it changes the training state."""
-
-    name: str
-    boxes: tuple[Box, ...]
-    """Boxes of the tensor-parallel rank's parameter, whose elements lie one box after the other in
-    every tensor below."""
-    value: Tensor
-    """fp32 main value; the parameter itself where there is no optimizer."""
-    moments: dict[str, Tensor]
-    """``exp_avg`` and ``exp_avg_sq``, fp32; empty where they were not asked for."""
+from megatron_untied.sharding.boxes import Box, boxes_of_flat_range
+from megatron_untied.sharding.shards import MOMENTS, Shard
 
 
 class HeldRange(NamedTuple):
@@ -49,7 +33,9 @@ class HeldRange(NamedTuple):
 
 
 class OptimizerShards:
-    """A megatron-core Adam, distributed or not, as :class:`Shard` values of one bare model."""
+    """What a megatron-core Adam, distributed or not, updates of one bare model."""
+
+    has_moments = True
 
     def __init__(self, optimizer: MegatronOptimizer, model: torch.nn.Module):
         if isinstance(optimizer, ChainedOptimizer):
@@ -125,20 +111,3 @@ def _main_values(optimizer: MegatronOptimizer, model: torch.nn.Module) -> dict[T
         for parameters, mains in zip(parameter_groups, main_groups, strict=True)
         for parameter, main in zip(parameters, mains, strict=True)
     }
-
-
-class ModelShards:
-    """A bare model without an optimizer, for evaluation and conversion."""
-
-    def __init__(self, model: torch.nn.Module):
-        self._model = model
-
-    def shards(self, *, with_moments: bool) -> Iterator[Shard]:
-        """Every parameter, itself."""
-        assert not with_moments, "no optimizer, no moments"
-        for name, parameter in self._model.named_parameters():
-            boxes = tuple(boxes_of_flat_range(parameter.shape, 0, parameter.numel()))
-            yield Shard(name=name, boxes=boxes, value=parameter.detach(), moments={})
-
-    def publish(self) -> None:
-        """Nothing to copy: the values are the parameters."""

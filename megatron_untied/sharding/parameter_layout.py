@@ -5,50 +5,17 @@ a SwiGLU's gate and up projections are rows [0, f) and [f, 2f) of one [2f, m] te
 tensor-parallel size. Initial weights, checkpoints and conversions speak of global tensors only.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_untied.config import ModelConfig
+from megatron_untied.sharding.boxes import Box
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters with one row a token, padded at the end; tied embeddings have only the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """An axis-aligned part of a tensor."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements in the box."""
-        return math.prod(self.sizes)
-
-    def intersect(self, other: "Box") -> "Box | None":
-        """The part in both boxes, or None where there is none."""
-        starts = tuple(map(max, self.offsets, other.offsets))
-        stops = map(min, self._stops(), other._stops())
-        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-        return Box(starts, sizes) if min(sizes) > 0 else None
-
-    def shifted(self, by: Sequence[int]) -> "Box":
-        """The same box, ``by`` further along each dimension."""
-        return Box(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
-
-    def view(self, x: Tensor) -> Tensor:
-        """The box of ``x``."""
-        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
-            x = x.narrow(dim, offset, size)
-        return x
-
-    def _stops(self) -> Iterator[int]:
-        return (offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,24 +139,6 @@ def parameter_layout(
     )
 
 
-def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop) of a row-major tensor as boxes, in order: at most 3 for a matrix."""
-    if start >= stop:
-        return
-    if len(shape) == 1:
-        yield Box((start,), (stop - start,))
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows are [first, last)
-    if first > last:
-        yield from _boxes_in_row(shape, last, start, stop)
-        return
-    yield from _boxes_in_row(shape, first - 1, start, first * row)
-    if last > first:
-        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
-    yield from _boxes_in_row(shape, last, last * row, stop)
-
-
 def _assert_partition_is_marked(model: torch.nn.Module) -> None:
     """A split weight without megatron-core's mark would pass as a copy on every rank.
 
@@ -232,9 +181,3 @@ def _without_padding(rectangle: Rectangle, num_rows: int) -> Rectangle | None:
     if kept <= 0:
         return None
     return Rectangle(Box(rectangle.local.offsets, (kept, *sizes[1:])), rectangle.global_offsets)
-
-
-def _boxes_in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
-    origin = index * math.prod(shape[1:])
-    for box in boxes_of_flat_range(shape[1:], start - origin, stop - origin):
-        yield Box((index, *box.offsets), (1, *box.sizes))

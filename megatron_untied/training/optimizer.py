@@ -77,7 +77,7 @@ def build_scheduler(optimizer: MegatronOptimizer, config: RunConfig) -> Optimize
         lr_decay_style=schedule.lr_decay_style,
         start_wd=config.optimization.weight_decay,
         end_wd=config.optimization.weight_decay,
-        wd_incr_steps=config.loop.train_iters * samples,
+        wd_incr_steps=0,  # constant: not --train-iters, which may grow when training goes on
         wd_incr_style="constant",
         wsd_decay_steps=(schedule.lr_wsd_decay_iters or 0) * samples,
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,

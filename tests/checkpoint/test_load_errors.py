@@ -18,7 +18,7 @@ from tests.distributed import run_on_ranks
 from tests.small_run import MODEL, Split, gather_state, small_run
 
 
-def train_and_save(group, path, with_optimizer=True):
+def train_and_save(group, path):
     run = small_run(Split())
     for iteration in (1, 2):
         run.train(range(iteration - 1, iteration))
@@ -112,6 +112,12 @@ def test_refuses_a_folder_without_its_small_files(saved, config, name):
     assert_refused(f"{name} is missing", "not a whole checkpoint", ranks=1, config=config)
 
 
+@pytest.mark.parametrize("name", ["run_config.json", "state.json"])
+def test_refuses_small_files_with_something_else_in_them(saved, config, name):
+    (saved / "iter_0000002" / name).write_text("nonsense")
+    assert_refused(f"{name} is not JSON", ranks=1, config=config)
+
+
 def test_refuses_a_folder_without_its_index(saved, config):
     (saved / "iter_0000002" / ".metadata").unlink()
     assert_refused("not a whole checkpoint: .metadata", "--ckpt-step", config=config)
@@ -148,11 +154,11 @@ def test_says_on_every_rank_what_went_wrong_on_one(saved, tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"num_layers": 3}, "num_layers 2, here 3"),
-        ({"vocab_size": 91}, "vocab_size 90, here 91"),
-        ({"swiglu": False}, "swiglu True, here False"),
-        ({"num_attention_heads": 4}, "num_attention_heads 8, here 4"),
-        ({"normalization": "LayerNorm"}, "normalization RMSNorm, here LayerNorm"),
+        ({"num_layers": 3}, "--num-layers: 2, here 3"),
+        ({"vocab_size": 91}, "tokens in the tokenizer's vocabulary: 90, here 91"),
+        ({"swiglu": False}, "--swiglu: True, here False"),
+        ({"num_attention_heads": 4}, "--num-attention-heads: 8, here 4"),
+        ({"normalization": "LayerNorm"}, "--normalization: RMSNorm, here LayerNorm"),
     ],
 )
 def test_refuses_another_architecture(config, change, text):
@@ -164,7 +170,7 @@ def test_refuses_heads_of_another_width_though_all_shapes_are_equal(config):
     model = dataclasses.replace(
         MODEL, num_attention_heads=4, num_query_groups=2, kv_channels=12, qk_layernorm=False
     )
-    assert_refused("num_attention_heads 8, here 4", ranks=1, config=config, model=model)
+    assert_refused("--num-attention-heads: 8, here 4", ranks=1, config=config, model=model)
 
 
 def claim(folder, **fields):

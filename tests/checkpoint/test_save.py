@@ -15,7 +15,7 @@ from megatron_untied.checkpoint import (
     save_checkpoint,
 )
 from megatron_untied.config import RotaryConfig
-from megatron_untied.sharding.distributed_optimizer import ModelShards
+from megatron_untied.sharding.shards import ModelShards
 from tests.distributed import run_on_ranks
 from tests.small_run import MODEL, Split, gather_parameters, gather_state, small_run
 

@@ -7,12 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_untied.sharding.parameter_layout import (
-    Box,
-    boxes_of_flat_range,
-    parameter_layout,
-    parameter_layouts,
-)
+from megatron_untied.sharding.boxes import Box, boxes_of_flat_range
+from megatron_untied.sharding.parameter_layout import parameter_layout, parameter_layouts
 from tests.distributed import run_on_ranks
 from tests.small_run import MODEL, Split, build_model, gather_parameters, make_groups, part_of
 
@@ -80,18 +76,6 @@ def test_vocabulary_padding_is_in_no_rectangle(vocabulary, rows_by_rank):
 def test_a_copy_on_every_rank_is_the_whole_tensor():
     layout = parameter_layout("norm", (7,), partition_dim=None, tp_rank=1, tp_size=2)
     assert_pieces_make_up(number_elements(7), layout.pieces(number_elements(7)))
-
-
-@given(data=st.data(), shape=st.lists(st.integers(1, 5), min_size=1, max_size=3))
-def test_boxes_of_a_flat_range_are_its_elements_in_order(data, shape):
-    numel = torch.Size(shape).numel()
-    start = data.draw(st.integers(0, numel))
-    stop = data.draw(st.integers(start, numel))
-    boxes = list(boxes_of_flat_range(shape, start, stop))
-    whole = number_elements(*shape)
-    found = torch.cat([torch.empty(0), *(box.view(whole).reshape(-1) for box in boxes)])
-    assert torch.equal(found, whole.view(-1)[start:stop])
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 @settings(deadline=None)

@@ -1,7 +1,8 @@
 # Sourced by the scripts. A Python that has this package installed (a container's, or an environment
 # of your own) is used as it is; else .venv is made from requirements.txt, or renewed if that changed.
 environment_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-environment_has_package() { python -c 'import importlib.metadata as m; m.version("megatron-untied")' 2> /dev/null; }
+# -I: the egg-info that an editable install leaves in this folder is not an installation.
+environment_has_package() { python -I -c 'import importlib.metadata as m; m.version("megatron-untied")' 2> /dev/null; }
 if ! environment_has_package; then
     environment_venv="$environment_root/.venv"
     if ! cmp -s "$environment_root/requirements.txt" "$environment_venv/requirements.stamp"; then

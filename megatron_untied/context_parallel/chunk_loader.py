@@ -132,6 +132,8 @@ class ChunkLoader:
             return
         receive = self.buffers.head_side(self.set_of(name, chunk.index), len(chunk.turn.query))
         chunk.works.append(self.exchange.to_heads(slot, receive, heads, self.buffers.unit))
+        if not self.overlap:
+            chunk.wait()  # the slot may lie in the send buffer
         chunk.tensors[name] = receive
 
     def _project(

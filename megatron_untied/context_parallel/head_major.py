@@ -47,6 +47,7 @@ class HeadMajorShape:
         self.counts = [[len(heads) for heads in chunk] for chunk in self.heads]
         self.slot_numels = [n * b * d * sum(counts) for counts in self.counts]
         self.numel = sum(self.slot_numels)
+        self.num_ranks = len(schedule.chunks[0])
 
     def blocks(self, index: int, slot: Tensor) -> list[tuple[range, Tensor]]:
         """The heads of each rank in a chunk's flat slot, with their view [n, b, heads, d]."""

@@ -38,11 +38,14 @@ class KeyValueGradients:
         wide = torch.promote_types(dtype, torch.float32)
         self._sum_dtype = wide if schedule.kv_heads_in_many_chunks(exchange.rank) else dtype
         self._sums: list[_Sums] = []
-        shape = (2, buffers.n, buffers.b, schedule.num_kv_heads, buffers.d)
-        home_dtype = wide if schedule.shares_kv_heads else dtype
-        home = buffers.sequence_side("dkv", 2 * schedule.num_kv_heads, home_dtype)
-        self.total = home.view(shape).zero_()
-        """[2, n, b, g, d]: dK and dV of this rank's own tokens."""
+        self._home_dtype = wide if schedule.shares_kv_heads else dtype
+        self._home_shape = (2, buffers.n, buffers.b, schedule.num_kv_heads, buffers.d)
+        self.total: Tensor | None = None
+        """[2, n, b, g, d]: dK and dV of this rank's own tokens, once the first came home.
+
+        Not in the workspace: where each head comes home in the last chunk it takes the memory of
+        the kernel's scratch, which is then free.
+        """
 
     def begin(self, turn: Turn) -> None:
         """Make room for the heads that ``turn`` loads."""
@@ -78,6 +81,8 @@ class KeyValueGradients:
         if not any(dones):
             return
         counts, size = [len(done) for done in dones], self.buffers
+        if self.total is None:
+            self.total = size.like.new_zeros(self._home_shape, dtype=self._home_dtype)
         for index, total in enumerate(self.total):
             receive = size.sequence_side(scratch, sum(counts))
             send = self._packed(index, chunk.turn.done)

@@ -144,9 +144,8 @@ def attention_backward(
     source = FinishedProjections(q, k, v, cos, sin)
     dk, dv = ulysses.backward(source, slots, lse, grad, attend)
     dq = grad.rows([everything])
-    # dk and dv lie in the workspace: what leaves this function must not.
-    dk = rotate_(dk, cos, sin, adjoint=True, out=torch.empty_like(k))
-    return rotate_(dq, cos, sin, adjoint=True), dk, dv.to(v.dtype, copy=True)
+    dq, dk = (rotate_(x, cos, sin, adjoint=True) for x in (dq, dk))
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 class FinishedProjections:

@@ -91,8 +91,7 @@ class UntiedUlysses:
     ) -> Tensor:
         """Turn ``grad`` from dO into dQ, slot by slot; returns dK and dV: [2, n, b, g, d].
 
-        dQ and dK are those of the rotated queries and keys. What is returned lives in the
-        workspace.
+        dQ and dK are those of the rotated queries and keys.
         """
         buffers = self._buffers(source)
         chunks = self._loader(source, buffers, spare="dq", head_major={"do": grad, "o": out})

@@ -1,6 +1,7 @@
 """Tensors of a layer that are on the host and come to the device in parts."""
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,23 +36,36 @@ class HostRows:
         self.slot.release()
 
 
-class HostHeadMajor:
-    """Head-major slots on the host; at most two pass through the device at a time.
+DEAD_BUFFERS = {
+    "out": {"landing": "q", "slot": "dq"},
+    "d_out": {"landing": "do", "slot": "dq"},
+}
+"""Buffers of the chunk loop through which slots pass between host and exchange, without overlap.
 
-    See :class:`megatron_untied.context_parallel.head_major.HeadMajor`.
+O lands when q was used, dQ when dO was; what is fetched is sent before dq is computed.
+"""
+
+
+class HostHeadMajor:
+    """Head-major slots on the host, which pass through the device one chunk at a time.
+
+    See :class:`megatron_untied.context_parallel.head_major.HeadMajor`. On its way a chunk takes
+    memory of its own only where exchanges overlap, twice, or where there is nobody to exchange
+    with.
     """
 
     def __init__(
         self,
-        name: str,
+        name: Literal["out", "d_out"],
         shape: HeadMajorShape,
         arena: HostArena,
         workspace: Workspace,
         like: Tensor,
     ):
-        """``name`` tells the device buffers of tensors apart that are in use at the same time."""
+        """``name`` tells which tensor it is, as the two are in use at the same time."""
         self.name, self.shape, self.workspace, self.like = name, shape, workspace, like
         self._sets = 2 if shape.overlap else 1
+        self._borrows = not shape.overlap and shape.num_ranks > 1
         self._slots = [arena.reserve((numel,), like.dtype) for numel in shape.slot_numels]
         self._leaving: list[Copy | None] = [None] * self._sets
 
@@ -71,6 +85,8 @@ class HostHeadMajor:
     def landed(self, index: int) -> None:
         """See :class:`HeadMajor`: starts the copy to the host."""
         self._leaving[index % self._sets] = self._slots[index].store(self._buffer("landing", index))
+        if self._borrows:
+            self.settle()
 
     def rows(self, rows: Sequence[slice]) -> Tensor:
         """See :class:`HeadMajor`."""
@@ -103,9 +119,11 @@ class HostHeadMajor:
         for slot in self._slots:
             slot.release()
 
-    def _buffer(self, use: str, index: int) -> Tensor:
-        numel = self.shape.slot_numels[index]
-        return self.workspace.take(f"{self.name}_{use}{index % self._sets}", numel, like=self.like)
+    def _buffer(self, use: Literal["landing", "slot"], index: int) -> Tensor:
+        name = f"{self.name}_{use}{index % self._sets}"
+        if self._borrows:
+            name = DEAD_BUFFERS[self.name][use]
+        return self.workspace.take(name, self.shape.slot_numels[index], like=self.like)
 
     def _piece(self, heads: range, where: slice) -> Tensor:
         unit = (self.shape.b, len(heads), self.shape.d)

@@ -144,7 +144,7 @@ def layer_forward(layer: UntiedTransformerLayer, x: Tensor, record: LayerStash |
     if record is not None and stash.keeps_input(record):
         leaving = stash.keep_rows(record, x)
     with parked(x, stash, already=record and record.x) as rows:
-        out, lse = attend(layer, rows, keep=record if keeps_attention else None)
+        out, lse = attend(layer, rows, is_kept=keeps_attention)
     if leaving is not None:
         leaving.wait()
     # mark_dirty would say that x is overwritten, but FSDP2 hands x over as a view made by a custom
@@ -160,14 +160,15 @@ def layer_forward(layer: UntiedTransformerLayer, x: Tensor, record: LayerStash |
 
 
 def attend(
-    layer: UntiedTransformerLayer, x: Rows, keep: LayerStash | None = None
+    layer: UntiedTransformerLayer, x: Rows, *, is_kept: bool
 ) -> tuple[HeadMajor, LogSumExps]:
     """Attention of all heads over the layer's input: O and its log-sum-exps. Collective.
 
-    O stays for ``keep``, or until the next layer runs.
+    O that is not kept is valid until the next layer runs.
     """
-    source = _projections(layer, x)
-    out = layer.streaming.stash.head_major("out", _slots(layer, source), source.like, keep)
+    source, stash = _projections(layer, x), layer.streaming.stash
+    shape = _slots(layer, source)
+    out = stash.out(layer.layer_number - 1, shape, source.like, is_kept=is_kept)
     return out, layer.self_attention.ulysses.forward(source, out, _attention(layer))
 
 
@@ -183,7 +184,7 @@ def layer_backward(
 ) -> GradientSums:
     """``gradient`` [n, b, m] becomes that of x in place; returns the parameters' gradients."""
     sums, source, stash = GradientSums(layer), _projections(layer, x), layer.streaming.stash
-    d_out = stash.head_major("d_out", _slots(layer, source), source.like)
+    d_out = stash.d_out(_slots(layer, source), source.like)
     _after_attention_backward(layer, gradient, x, out, d_out, sums)
     with parked(gradient, stash):
         ulysses = layer.self_attention.ulysses

@@ -10,7 +10,7 @@ from megatron_untied.context_parallel.head_major import HeadMajor
 from megatron_untied.context_parallel.untied import LogSumExps
 from megatron_untied.streaming.stash import Group, LayerStash, Rows, Stash
 
-Attend = Callable[[nn.Module, Rows, LayerStash | None], tuple[HeadMajor, LogSumExps]]
+Attend = Callable[..., tuple[HeadMajor, LogSumExps]]
 Finish = Callable[[nn.Module, Rows, HeadMajor, Tensor], None]
 
 
@@ -31,7 +31,7 @@ def rebuild(
         if following is not None:
             _gather(each.layer)
         if each.attention is None:
-            each.attention = attend(each.layer, each.x, each if following is not None else None)
+            each.attention = attend(each.layer, each.x, is_kept=following is not None)
         if following is not None:
             _keep_output(each, following, stash, finish)
             if following is not members[-1]:

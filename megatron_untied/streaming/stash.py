@@ -114,13 +114,24 @@ class Stash:
         record.x = HostRows(slot, self.workspace, x)
         return slot.store(x)
 
-    def head_major(
-        self, name: str, shape: HeadMajorShape, like: Tensor, keep: LayerStash | None = None
-    ) -> HeadMajor:
-        """Slots that ``keep`` holds on to or, without, that are done with by the next layer."""
-        if self.park or (keep is not None and keep.index < self.host_layers):
-            return HostHeadMajor(name, shape, self.arena, self.workspace, like)
-        if keep is not None:
+    def out(self, index: int, shape: HeadMajorShape, like: Tensor, *, is_kept: bool) -> HeadMajor:
+        """Slots for the attention output of layer ``index``.
+
+        What is not kept is done with before another layer runs. It goes to the host all the same
+        if the layer keeps there: beside it on the device backward has slots of its gradient.
+        """
+        if self.park or index < self.host_layers:
+            return HostHeadMajor("out", shape, self.arena, self.workspace, like)
+        if is_kept:
             return DeviceHeadMajor(like.new_empty(shape.numel), shape)
+        return self._shared("out", shape, like)
+
+    def d_out(self, shape: HeadMajorShape, like: Tensor) -> HeadMajor:
+        """Slots for the gradient of the attention output."""
+        if self.park:
+            return HostHeadMajor("d_out", shape, self.arena, self.workspace, like)
+        return self._shared("d_out", shape, like)
+
+    def _shared(self, name: str, shape: HeadMajorShape, like: Tensor) -> HeadMajor:
         storage = self.workspace.take(f"{name}_slots", shape.numel, like=like)
         return DeviceHeadMajor(storage, shape)

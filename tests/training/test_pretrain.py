@@ -67,6 +67,14 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, worl
     assert numbers(resumed) == numbers(whole)
 
 
+def test_a_run_can_be_prolonged_when_its_schedule_was_longer(tmp_path):
+    flags, folder = {"lr_decay_iters": 6}, tmp_path / "checkpoints"
+    whole = run(1, tmp_path / "whole.jsonl", train_iters=6, **flags)
+    run(1, tmp_path / "parts.jsonl", train_iters=3, save=folder, **flags)
+    parts = run(1, tmp_path / "parts.jsonl", train_iters=6, load=folder, **flags)
+    assert numbers(parts) == numbers(whole)
+
+
 def test_saves_at_the_interval_and_at_the_end(tmp_path):
     run(1, tmp_path / "m", train_iters=5, save=tmp_path / "c", save_interval=2)
     saved = sorted(path.name for path in (tmp_path / "c").glob("iter_*"))

@@ -1,7 +1,9 @@
 """Tensors as PyTorch's distributed checkpoint (DCP) reads and writes them: by global rectangles."""
 
 import math
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,11 +12,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from megatron_untied.checkpoint.sequential_writer import SequentialWriter
 from megatron_untied.sharding.parameter_layout import Piece
 
 BLOCK_ELEMENTS = 1 << 24
@@ -34,6 +38,10 @@ class GlobalTensor:
     def size(self) -> torch.Size:
         """DCP's question when loading."""
         return self.shape
+
+    def to_write(self, offsets: torch.Size) -> Tensor:
+        """The piece at ``offsets``, asked for once, right before it is written."""
+        return self.pieces[offsets]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         return [
@@ -71,7 +79,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
         CheckpointException: on every rank, if any of them could not write, or if the pieces of all
             ranks do not make up the tensors.
     """
-    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), planner=_SavePlanner())
+    with _one_process_is_enough():
+        dcp.save(dict(tensors), storage_writer=SequentialWriter(folder), planner=_SavePlanner())
 
 
 def read_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
@@ -80,7 +89,23 @@ def read_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
     Raises:
         CheckpointException: on every rank, if any of them could not read.
     """
-    dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder), planner=_LoadPlanner())
+    TensorReader(folder).read(tensors)
+
+
+class TensorReader:
+    """Reads tensors of one checkpoint in as many calls as there is memory for one."""
+
+    def __init__(self, folder: Path):
+        self._reader = _IndexedReader(folder)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor in the files."""
+        return self._reader.read_metadata().state_dict_metadata[name].properties.dtype
+
+    def read(self, tensors: Mapping[str, GlobalTensor]) -> None:
+        """See :func:`read_tensors`."""
+        with _one_process_is_enough():
+            dcp.load(dict(tensors), storage_reader=self._reader, planner=_LoadPlanner())
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -88,7 +113,7 @@ class _SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].pieces[index.offset]
+        return self.state_dict[index.fqn].to_write(index.offset)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -102,3 +127,22 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].pieces[index.offset]
+
+
+class _IndexedReader(dcp.FileSystemReader):
+    """Reads the index of the checkpoint once; it has an entry for every rectangle."""
+
+    _index: Metadata | None = None
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        if self._index is None:
+            self._index = super().read_metadata(*args, **kwargs)
+        return self._index
+
+
+@contextmanager
+def _one_process_is_enough() -> Iterator[None]:
+    """DCP warns where there is no process group; a converter needs none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield

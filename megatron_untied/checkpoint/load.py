@@ -118,7 +118,7 @@ def _restore_random_state(
         load_random_state(folder, rank)
         return
     seed_generators(seed + stored.progress.iteration)
-    if rank == 0:
+    if rank == 0 and stored.ranks is not None:
         logger.warning(
             "%s was saved by %s, here are %s: random numbers start anew from seed %d, iteration %d",
             *(folder, stored.ranks, ranks, seed, stored.progress.iteration),

@@ -63,7 +63,8 @@ class StoredState:
     """Everything in a checkpoint that is not a tensor, a random state or a setting."""
 
     progress: Progress
-    ranks: RankLayout
+    ranks: RankLayout | None
+    """Whose random states are here; None where there are none."""
     optimizer_step: int | None
     """Adam's; None in a checkpoint of weights alone."""
     scheduler: dict[str, Any] | None
@@ -81,7 +82,7 @@ class StoredState:
         """
         values = read_json(folder / STATE)
         values["progress"] = Progress(**values["progress"])
-        values["ranks"] = RankLayout(**values["ranks"])
+        values["ranks"] = RankLayout(**values["ranks"]) if values["ranks"] else None
         return cls(**values)
 
 

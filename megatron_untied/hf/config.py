@@ -1,0 +1,262 @@
+"""The architecture as ``config.json`` says it.
+
+A field either has a place in ModelConfig, may have one value only, is known to say nothing about
+the function that the model computes, or is an error.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_untied.config import ModelConfig
+from megatron_untied.hf.fields import REQUIRED, Fields
+from megatron_untied.hf.rope import rotary_from_hf, rotary_to_hf
+from megatron_untied.rope import rotated_width
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""``model_type`` and architecture: Llama 2 and 3.x, Mistral, Qwen2 and Qwen2.5, dense Qwen3."""
+
+HARMLESS = frozenset(
+    "_attn_implementation _attn_implementation_autoset _name_or_path architectures bad_words_ids "
+    "begin_suppress_tokens bos_token_id chunk_size_feed_forward decoder_start_token_id "
+    "diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id "
+    "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id "
+    "id2label is_decoder is_encoder_decoder label2id length_penalty max_length min_length "
+    "model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
+    "output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp "
+    "problem_type pruned_heads remove_invalid_values repetition_penalty return_dict "
+    "return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature "
+    "tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p "
+    "unsloth_fixed unsloth_version use_bfloat16 use_cache".split()
+)
+"""What generation, training scripts and the transformers library's own bookkeeping leave there."""
+
+ONLY = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "rope_interleaved": False,
+}
+"""Fields that would change the function, with the only value that there is a model for."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+KEPT_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields for generation that an exported config.json takes over from the imported one."""
+
+
+def model_config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
+    """The architecture that a ``config.json`` describes.
+
+    Args:
+        values: its content.
+        source: its path, for messages.
+
+    Raises:
+        ValueError: an architecture that does not exist here, or fields that cannot be honored, by
+            name.
+    """
+    family = _family(values, source)
+    fields = Fields(values, source)
+    fields.drop(HARMLESS)
+    for name, only in ONLY.items():
+        fields.demand(name, only)
+    heads, hidden_size = fields.take("num_attention_heads"), fields.take("hidden_size")
+    max_positions = fields.take("max_position_embeddings")
+    num_layers = fields.take("num_hidden_layers")
+    model = ModelConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=fields.take("intermediate_size"),
+        num_attention_heads=heads,
+        num_query_groups=fields.take(
+            "num_key_value_heads", heads if family == "llama" else REQUIRED
+        ),
+        kv_channels=_head_width(fields, family, hidden_size, heads),
+        vocab_size=fields.take("vocab_size"),
+        max_position_embeddings=max_positions,
+        norm_epsilon=fields.take("rms_norm_eps", 1e-6),
+        add_bias_linear=family == "llama" and _llama_bias(fields),
+        add_qkv_bias=family == "qwen2",
+        qk_layernorm=family == "qwen3",
+        untie_embeddings_and_output_weights=not fields.take("tie_word_embeddings", False),
+        rotary=rotary_from_hf(fields, max_positions),
+        window_size=_window(fields, family, num_layers),
+        init_method_std=fields.take("initializer_range", 0.02),
+    )
+    if family == "qwen3":
+        fields.demand("attention_bias", False)
+    fields.end()
+    _check_heads(model, source)
+    return model
+
+
+def model_config_to_hf(
+    model: ModelConfig, dtype: torch.dtype, like: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content of a ``config.json`` for ``model``.
+
+    Args:
+        model: the architecture.
+        dtype: of the weights.
+        like: the ``config.json`` that the weights once came from, or nothing. Its family is taken
+            if it can express ``model``, and its special tokens.
+
+    Raises:
+        ValueError: no family can express ``model``.
+    """
+    able = [family for family in FAMILIES if _can_express(family, model)]
+    if not able:
+        raise ValueError(_inexpressible(model))
+    family = like["model_type"] if like.get("model_type") in able else able[0]
+    values = {
+        "architectures": [FAMILIES[family]],
+        "model_type": family,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.norm_epsilon,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "initializer_range": model.init_method_std,
+        "use_cache": True,
+    }
+    tokens = {name: like.get(name) for name in KEPT_TOKENS}
+    return values | tokens | _own_fields(family, model) | rotary_to_hf(model.rotary)
+
+
+def _family(values: Mapping[str, Any], source: str) -> str:
+    for name in ("quantization_config", "compression_config"):
+        if quantization := values.get(name):
+            method = quantization.get("quant_method", "unknown method")
+            raise ValueError(
+                f"{source}: the weights are quantized ({name}: {method}); convert a bf16, fp16 or "
+                "fp32 checkpoint of the model"
+            )
+    supported = ", ".join(FAMILIES.values())
+    family = values.get("model_type")
+    architectures = values.get("architectures") or [FAMILIES.get(family, f"model_type {family!r}")]
+    if any(values.get(name) for name in EXPERTS) or "moe" in str(family):
+        raise ValueError(
+            f"{source}: {architectures[0]} is a mixture of experts; dense models are supported: "
+            f"{supported}"
+        )
+    if family not in FAMILIES or architectures != [FAMILIES[family]]:
+        raise ValueError(f"{source}: {architectures[0]} is none of {supported}")
+    return family
+
+
+def _head_width(fields: Fields, family: str, hidden_size: int, heads: int) -> int:
+    width = fields.take("head_dim", 128 if family == "qwen3" else None)
+    if width is None and hidden_size % heads:
+        raise ValueError(
+            f"{fields.source}: hidden_size {hidden_size} is not a multiple of num_attention_heads "
+            f"{heads}, and there is no head_dim; complete it"
+        )
+    return width or hidden_size // heads
+
+
+def _llama_bias(fields: Fields) -> bool:
+    attention, mlp = fields.take("attention_bias", False), fields.take("mlp_bias", False)
+    if attention != mlp:
+        raise ValueError(
+            f"{fields.source}: attention_bias is {attention} and mlp_bias {mlp}; linear layers "
+            "here have a bias all or none"
+        )
+    return attention
+
+
+def _window(fields: Fields, family: str, num_layers: int) -> int | None:
+    """Keys that a query sees; every layer must see as many."""
+    if family == "llama":
+        return None
+    if family == "mistral":
+        return fields.take("sliding_window", None)
+    slides = fields.take("use_sliding_window", False)
+    window = fields.take("sliding_window", 4096 if slides else None)
+    first = fields.take("max_window_layers", 28)
+    default = ["full_attention"] * num_layers
+    if slides:
+        default[first:] = ["sliding_attention"] * (num_layers - first)
+    layers = fields.take("layer_types", default)
+    if len(set(layers)) != 1 or len(layers) != num_layers:
+        numbers = [i for i, kind in enumerate(layers) if kind == "sliding_attention"]
+        raise ValueError(
+            f"{fields.source}: use_sliding_window, max_window_layers {first} and layer_types give "
+            f"a window to {len(numbers)} of {num_layers} layers; all or none can have one"
+        )
+    if layers[0] == "full_attention":
+        return None
+    if layers[0] != "sliding_attention" or not slides:
+        raise ValueError(
+            f"{fields.source}: layer_types are {layers[0]!r} with use_sliding_window {slides}; "
+            "'full_attention', or 'sliding_attention' with use_sliding_window, can be converted"
+        )
+    return window
+
+
+def _check_heads(model: ModelConfig, source: str) -> None:
+    h, g = model.num_attention_heads, model.num_query_groups
+    if h % g:
+        raise ValueError(f"{source}: num_attention_heads {h} is not a multiple of "
+                         f"num_key_value_heads {g}")  # fmt: skip
+    rotated_width(model.rotary, model.kv_channels)
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What decides which family a model belongs to."""
+
+    add_bias_linear: bool
+    add_qkv_bias: bool
+    qk_layernorm: bool
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "_Needs":
+        return cls(model.add_bias_linear, model.add_qkv_bias, model.qk_layernorm)
+
+
+def _can_express(family: str, model: ModelConfig) -> bool:
+    if model.normalization != "RMSNorm" or not model.swiglu or model.rotary.percent != 1.0:
+        return False
+    needs, window = _Needs.of(model), model.window_size is not None
+    if family == "llama":
+        # Its own configuration class insists on the multiple, head_dim or not.
+        fits = model.hidden_size % model.num_attention_heads == 0
+        return fits and not window and not needs.add_qkv_bias and not needs.qk_layernorm
+    return needs == _Needs(False, family == "qwen2", family == "qwen3")
+
+
+def _own_fields(family: str, model: ModelConfig) -> dict[str, Any]:
+    window = model.window_size
+    if family == "llama":
+        return {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+    if family == "mistral":
+        return {"sliding_window": window}
+    layers = 0 if window else model.num_layers
+    sliding = {"sliding_window": window, "use_sliding_window": window is not None}
+    return sliding | {"max_window_layers": layers}
+
+
+def _inexpressible(model: ModelConfig) -> str:
+    names = ("normalization", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm")
+    listed = ", ".join(f"{name} {getattr(model, name)}" for name in (*names, "window_size"))
+    return (
+        f"none of {', '.join(FAMILIES.values())} is a model with {listed}, rotary percent "
+        f"{model.rotary.percent}, {model.num_attention_heads} heads at hidden size "
+        f"{model.hidden_size}"
+    )

@@ -1,0 +1,58 @@
+"""JSON fields of which every single one must be understood."""
+
+from collections.abc import Mapping
+from typing import Any
+
+REQUIRED = object()
+
+
+class Fields:
+    """The fields of a JSON object; what nobody takes is an error, for it may change the model.
+
+    A field that is null counts as one that is not there.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str):
+        self.source = source
+        self._left = {name: value for name, value in values.items() if value is not None}
+
+    def take(self, name: str, default: Any = REQUIRED) -> Any:
+        """The value of a field, which from now on is understood.
+
+        Raises:
+            ValueError: it is not there and there is no default.
+        """
+        value = self._left.pop(name, default)
+        if value is REQUIRED:
+            raise ValueError(f"{self.source} has no {name}; complete it")
+        return value
+
+    def demand(self, name: str, only: Any) -> None:
+        """Take a field that may have one value only.
+
+        Raises:
+            ValueError: it has another.
+        """
+        value = self.take(name, only)
+        if value != only:
+            raise ValueError(
+                f"{self.source}: {name} is {value!r}, and models here have {only!r} only"
+            )
+
+    def drop(self, names: frozenset[str]) -> None:
+        """Take fields that say nothing about the model."""
+        for name in names:
+            self._left.pop(name, None)
+
+    def end(self) -> None:
+        """Check that everything was understood.
+
+        Raises:
+            ValueError: with the names and values of what was not.
+        """
+        if self._left:
+            listed = ", ".join(f"{name} = {self._left[name]!r}" for name in sorted(self._left))
+            raise ValueError(
+                f"{self.source} has fields that are not understood and may change the model: "
+                f"{listed}. Remove those that do not."
+            )

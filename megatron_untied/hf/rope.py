@@ -1,0 +1,116 @@
+"""Rotary position embedding in ``config.json``, as transformers 4 and transformers 5 write it.
+
+Version 4 has ``rope_theta`` and, where positions are scaled, ``rope_scaling``; version 5 has
+``rope_parameters`` with the same inside, and the base.
+"""
+
+import math
+from typing import Any
+
+from megatron_untied.config import RotaryConfig
+from megatron_untied.hf.fields import REQUIRED, Fields
+from megatron_untied.rope import check_scaling
+
+FIELDS: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"factor": "scaling_factor"},
+    "llama3": {
+        "factor": "scaling_factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_max_positions",
+    },
+    "yarn": {
+        "factor": "scaling_factor",
+        "original_max_position_embeddings": "original_max_positions",
+        "attention_factor": "attention_factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+    },
+}
+"""By kind of scaling: Hugging Face's names of the fields of RotaryConfig."""
+
+
+def rotary_from_hf(fields: Fields, max_positions: int) -> RotaryConfig:
+    """Take every rope field out of the fields of a ``config.json``.
+
+    Raises:
+        ValueError: a kind of scaling or a field of it that does not exist here, or two fields that
+            contradict each other.
+    """
+    base = fields.take("rope_theta", None)
+    fields.demand("partial_rotary_factor", 1.0)
+    found = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if values := fields.take(name, None):
+            inner = Fields(values, f"{fields.source}: {name}")
+            found[name] = _rotary(inner, base, max_positions)
+    if not found:
+        return RotaryConfig(base=base or RotaryConfig().base)
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"{fields.source}: rope_scaling and rope_parameters say different things; keep one"
+        )
+    return next(iter(found.values()))
+
+
+def rotary_to_hf(rotary: RotaryConfig) -> dict[str, Any]:
+    """The fields for ``config.json``, of both generations: whichever reads it finds its own."""
+    kind = "default" if rotary.scaling == "none" else rotary.scaling
+    values = {theirs: getattr(rotary, ours) for theirs, ours in FIELDS[kind].items()}
+    scaling = {"rope_type": kind} | {n: v for n, v in values.items() if v is not None}
+    return {
+        "rope_theta": rotary.base,
+        "rope_scaling": None if kind == "default" else scaling,
+        "rope_parameters": scaling | {"rope_theta": rotary.base},
+    }
+
+
+def _rotary(fields: Fields, base: float | None, max_positions: int) -> RotaryConfig:
+    kind = _kind(fields)
+    own_base = fields.take("rope_theta", base)
+    if base is not None and own_base != base:
+        raise ValueError(f"{fields.source}.rope_theta is {own_base}, rope_theta {base}; keep one")
+    fields.demand("partial_rotary_factor", 1.0)
+    values = {"base": own_base or RotaryConfig().base}
+    if kind != "default":
+        values |= {"scaling": kind} | _scaling(fields, kind, max_positions)
+    fields.end()
+    rotary = RotaryConfig(**values)
+    check_scaling(rotary)
+    return rotary
+
+
+def _kind(fields: Fields) -> str:
+    legacy = fields.take("type", None)
+    kind = fields.take("rope_type", legacy or "default")
+    if legacy is not None and legacy != kind:
+        raise ValueError(f"{fields.source}: rope_type is {kind!r}, type {legacy!r}; keep one")
+    if kind not in FIELDS:
+        raise ValueError(f"{fields.source}: rope_type {kind!r} is none of {', '.join(FIELDS)}")
+    return kind
+
+
+def _scaling(fields: Fields, kind: str, max_positions: int) -> dict[str, Any]:
+    # What Hugging Face takes where a field is left out; the rest has to be there.
+    original = fields.take("original_max_position_embeddings", None) if kind != "linear" else None
+    original = original or max_positions
+    defaults = {"original_max_position_embeddings": original}
+    if kind == "yarn":
+        defaults |= {"factor": max_positions / original, "attention_factor": None}
+        defaults |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    values = {
+        ours: fields.take(theirs, defaults.get(theirs, REQUIRED))
+        for theirs, ours in FIELDS[kind].items()
+    }
+    if kind == "yarn":
+        mscale = fields.take("mscale", None), fields.take("mscale_all_dim", None)
+        if values["attention_factor"] is None and all(mscale):
+            numerator, denominator = (_mscale(values["scaling_factor"], one) for one in mscale)
+            values["attention_factor"] = numerator / denominator
+    return values
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,181 @@
+"""Folders of safetensors files, one file or several with an index, read and written by rows."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""What weights can be; the safetensors format has more, for quantized ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor without its elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsFolder:
+    """The tensors of a folder, none of them in memory."""
+
+    def __init__(self, folder: Path):
+        """Read the index and the header of every file.
+
+        Raises:
+            ValueError: no safetensors, a file that the index names is missing or damaged, a tensor
+                is not where the index says, or it holds no weights.
+        """
+        self._files: dict[str, Path] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        for path, expected in _files(folder).items():
+            found = _read_header(path)
+            if absent := sorted(set(expected) - found.keys()):
+                raise ValueError(f"{path} has no {absent[0]}, which {INDEX} places there")
+            self.specs |= found
+            self._files |= dict.fromkeys(found, path)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor."""
+        # Opened anew each time: a file that stays mapped stays resident.
+        with safe_open(self._files[name], framework="pt") as file:
+            return file.get_slice(name)[start:stop]
+
+
+def write_safetensors_folder(
+    folder: Path,
+    specs: Mapping[str, TensorSpec],
+    read: Callable[[str], Iterable[Tensor]],
+    *,
+    max_shard_bytes: int,
+) -> None:
+    """Write tensors that are never in memory as a whole.
+
+    Args:
+        folder: there already.
+        specs: the tensors, in order.
+        read: gives the rows of a tensor, some at a time.
+        max_shard_bytes: of a file, unless one tensor has more.
+    """
+    shards = _shards(specs, max_shard_bytes)
+    if len(shards) == 1:
+        _write_file(folder / SINGLE, specs, shards[0], read)
+        return
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / file, specs, names, read)
+        weight_map |= dict.fromkeys(names, file)
+    total = sum(spec.nbytes for spec in specs.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _files(folder: Path) -> dict[Path, list[str]]:
+    """The files to read and the tensors that the index, if there is one, places in each."""
+    index = folder / INDEX
+    if index.is_file():
+        placed: dict[Path, list[str]] = {}
+        for name, file in json.loads(index.read_text())["weight_map"].items():
+            placed.setdefault(folder / file, []).append(name)
+        if missing := [path.name for path in placed if not path.is_file()]:
+            raise ValueError(
+                f"{folder} lacks {', '.join(missing)}, named by {INDEX}; download the rest"
+            )
+        return placed
+    if not (folder / SINGLE).is_file():
+        kinds = sorted({path.suffix for path in folder.glob("*model*") if path.is_file()})
+        raise ValueError(
+            f"{folder} has neither {SINGLE} nor {INDEX} (model files there end in "
+            f"{', '.join(kinds) or 'nothing'}); only safetensors can be converted"
+        )
+    return {folder / SINGLE: []}
+
+
+def _read_header(path: Path) -> dict[str, TensorSpec]:
+    specs = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                view = file.get_slice(name)
+                if view.get_dtype() not in DTYPES:
+                    raise ValueError(
+                        f"{path}: {name} is {view.get_dtype()}, a quantized checkpoint; convert "
+                        f"one in {', '.join(DTYPES)}"
+                    )
+                specs[name] = TensorSpec(tuple(view.get_shape()), DTYPES[view.get_dtype()])
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); download it again") from error
+    return specs
+
+
+def _shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[str]]:
+    shards, size = [[]], 0
+    for name, spec in specs.items():
+        if shards[-1] and size + spec.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += spec.nbytes
+    return shards
+
+
+def _write_file(
+    path: Path,
+    specs: Mapping[str, TensorSpec],
+    names: list[str],
+    read: Callable[[str], Iterable[Tensor]],
+) -> None:
+    # Wide elements first, so that each tensor begins at a multiple of its elements' size.
+    names = sorted(names, key=lambda name: -specs[name].dtype.itemsize)
+    with open(path, "wb") as file:
+        file.write(_header(specs, names))
+        start = file.tell()
+        for name in names:
+            for rows in read(name):
+                assert rows.dtype == specs[name].dtype, name
+                file.write(memoryview(rows.contiguous().view(-1).view(torch.uint8).numpy()))
+            assert file.tell() - start == specs[name].nbytes, name
+            start = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(specs: Mapping[str, TensorSpec], names: list[str]) -> bytes:
+    """Eight bytes with the length, then JSON: dtype, shape and place of every tensor."""
+    text = json.dumps({"__metadata__": {"format": "pt"}} | dict(_places(specs, names))).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _places(
+    specs: Mapping[str, TensorSpec], names: list[str]
+) -> Iterator[tuple[str, dict[str, object]]]:
+    codes, start = {dtype: code for code, dtype in DTYPES.items()}, 0
+    for name in names:
+        spec = specs[name]
+        stop = start + spec.nbytes
+        yield (
+            name,
+            {"dtype": codes[spec.dtype], "shape": spec.shape, "data_offsets": (start, stop)},
+        )
+        start = stop

@@ -1,0 +1,68 @@
+"""The small files that travel with the weights: the tokenizer's, and ``config.json`` itself.
+
+A converted checkpoint keeps them in ``tokenizer/`` beside its iterations, where
+``--tokenizer-type HuggingFaceTokenizer --tokenizer-model SAVE/tokenizer`` finds them.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron_untied.checkpoint.run_config import RUN_CONFIG
+
+FOLDER = "tokenizer"
+CONFIG = "config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+def copy_small_files(source: Path, target: Path, *, config: bool) -> list[str]:
+    """Copy what of the tokenizer is in ``source``, on request with ``config.json``: the names."""
+    wanted = (*TOKENIZER_FILES, CONFIG) if config else TOKENIZER_FILES
+    names = [name for name in wanted if (source / name).is_file()]
+    if names:
+        target.mkdir(exist_ok=True)
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return names
+
+
+def tokenizer_folder(directory: Path, checkpoint: Path) -> Path | None:
+    """The Hugging Face folder with the tokenizer that the weights were trained with, if known.
+
+    Either the converted checkpoint's own in ``directory``, or the one that the run which wrote
+    ``checkpoint`` was given.
+    """
+    if (directory / FOLDER).is_dir():
+        return directory / FOLDER
+    data = json.loads((checkpoint / RUN_CONFIG).read_text()).get("data", {})
+    if data.get("tokenizer_type") != "HuggingFaceTokenizer":
+        return None
+    folder = Path(data["tokenizer_model"])
+    return folder if folder.is_dir() else None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's ``config.json``.
+
+    Raises:
+        ValueError: it is missing or not JSON.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: {folder} is not a Hugging Face model's folder")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error

@@ -1,0 +1,63 @@
+"""Conversions and runs that several tests make."""
+
+from pathlib import Path
+
+import torch
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+import pretrain_gpt
+from megatron_untied.checkpoint import load_checkpoint
+from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.hf import Export, Import
+from megatron_untied.training.config import RunConfig
+from megatron_untied.training.initialize import make_groups
+from megatron_untied.training.learner import build_learner
+from tests.hf.families import VOCAB_SIZE
+from tests.training.command_line import TINY, tiny_config
+
+MODEL_FLAGS = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention "
+    "num_query_groups swiglu normalization disable_bias_linear untie_embeddings_and_output_weights"
+).split()
+
+
+def convert(source: Path, checkpoints: Path, dtype: torch.dtype | None = None) -> Path:
+    """Hugging Face folder to checkpoint."""
+    Import.open(source, dtype).write(checkpoints, lambda _: None)
+    return checkpoints
+
+
+def convert_back(
+    checkpoints: Path, out: Path, dtype: torch.dtype | None = None, max_shard_bytes: int = 10**9
+) -> Path:
+    """Checkpoint to Hugging Face folder."""
+    Export.open(checkpoints, dtype=dtype).write(
+        out, lambda _: None, max_shard_bytes=max_shard_bytes
+    )
+    return out
+
+
+def config_of(world_size: int, checkpoints: Path, **changes: object) -> RunConfig:
+    """The tiny run with the architecture and weights of a checkpoint."""
+    unset = {name: None for name in MODEL_FLAGS if "--" + name.replace("_", "-") in TINY}
+    flags = {
+        "load": checkpoints, "use_checkpoint_args": True, "finetune": True, "seq_length": 32,
+        "vocab_size": VOCAB_SIZE - 1,  # NullTokenizer adds an end of document
+    }  # fmt: skip
+    return tiny_config(world_size, **unset | flags | changes)
+
+
+def logits_and_loss(group, checkpoints: Path, text: Tensor, **changes: object):
+    """On every rank: its shard of the logits [b, s/p, padded v/t], its part of the mean loss."""
+    config = config_of(group.size(), checkpoints, **changes)
+    groups = make_groups(config.parallel, config.distributed)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    learner = build_learner(pretrain_gpt.model_provider(config, groups), config, groups)
+    load_checkpoint(config.checkpoint, learner.state, seed=1)
+    layout = SequenceLayout(num_ulysses=groups.cp.size(), rank=groups.cp.rank())
+    tokens, labels = layout.shard(text[:, :-1]), layout.shard(text[:, 1:])
+    weights = torch.full(labels.shape, 1 / text[:, 1:].numel())
+    with torch.no_grad():
+        loss = learner.model(tokens, labels=labels, token_weights=weights)
+        return learner.model(tokens), loss

@@ -115,7 +115,7 @@ def _read_header(path: Path) -> dict[str, TensorSpec]:
     specs = {}
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
+            for name in file.keys():
                 view = file.get_slice(name)
                 if view.get_dtype() not in DTYPES:
                     raise ValueError(

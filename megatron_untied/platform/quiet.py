@@ -12,5 +12,9 @@ def quiet_megatron_core() -> None:
     warnings.filterwarnings(
         "ignore", message=r"`torch.distributed.*deprecated", category=FutureWarning
     )
+    # Its optimizer asks every shard for a gradient, which torch keeps for leaves only.
+    warnings.filterwarnings(
+        "ignore", message=".*grad attribute of a Tensor that is not a leaf", category=UserWarning
+    )
     # On a CPU its "GPU" generator is the CPU's own, and it warns at every fork of the two.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)

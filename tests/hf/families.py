@@ -50,7 +50,8 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     ),
     "mistral": MistralConfig(
         **SHARED, hidden_size=40, intermediate_size=52, **heads(8, 2), head_dim=10,
-        sliding_window=None, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+        sliding_window=None,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
     ),
     "qwen2.5": Qwen2Config(**SHARED, hidden_size=56, intermediate_size=76, **heads(28, 4)),
     "qwen2-tied": Qwen2Config(

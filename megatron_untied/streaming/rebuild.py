@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_untied.context_parallel.head_major import HeadMajor
+from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.untied import LogSumExps
 from megatron_untied.streaming.stash import Group, LayerStash, Rows, Stash
 
-Attend = Callable[[nn.Module, Rows, LayerStash | None], tuple[HeadMajor, LogSumExps]]
+Attend = Callable[[nn.Module, Rows, SequenceInfo, LayerStash | None], tuple[HeadMajor, LogSumExps]]
 Finish = Callable[[nn.Module, Rows, HeadMajor, Tensor], None]
 
 
@@ -31,7 +32,8 @@ def rebuild(
         if following is not None:
             _gather(each.layer)
         if each.attention is None:
-            each.attention = attend(each.layer, each.x, each if following is not None else None)
+            keep = each if following is not None else None
+            each.attention = attend(each.layer, each.x, group.sequence, keep)
         if following is not None:
             _keep_output(each, following, stash, finish)
             if following is not members[-1]:

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.context_parallel.sequence import SequenceInfo, documents_of
 from megatron_untied.data.datasets import Datasets, build_datasets
 from megatron_untied.data.tokenizers import build_tokenizer
-from megatron_untied.model import UntiedGPTModel, build_model
+from megatron_untied.model import UntiedGPTModel, attention_kernel, build_model
 from megatron_untied.platform import device
 from megatron_untied.training.arguments import parse_arguments
 from megatron_untied.training.batch import Batch
@@ -31,12 +32,17 @@ from megatron_untied.training.pretrain import pretrain
 
 def model_provider(config, groups) -> UntiedGPTModel:
     """This rank's share of the model, its weights not drawn yet."""
+    documents = config.data.dataloader_inter_document_masking
+    kernel = attention_kernel(
+        config.model, config.precision, config.attention_backend, documents=documents
+    )
     return build_model(
         config.model,
         config.parallel,
         config.memory,
         config.precision,
         groups,
+        kernel=kernel,
         transformer_impl=config.transformer_impl,
     )
 
@@ -56,19 +62,31 @@ def datasets_provider(config) -> Datasets:
     )
 
 
-def get_batch(samples: dict[str, Tensor], groups) -> Batch:
+def get_batch(samples: dict[str, Tensor], config, groups) -> Batch:
     """This rank's tokens of a micro-batch: [b, s] -> [b, s/p], on its device.
 
     Labels are cut from the whole sequence too, so a shard's last label is the next shard's token.
+    So are documents: attention is over the whole sequence, whatever this rank's share of it.
     """
-    layout = SequenceLayout(num_ulysses=groups.cp.size(), rank=groups.cp.rank())
+    data, layout = config.data, SequenceLayout(num_ulysses=groups.cp.size(), rank=groups.cp.rank())
     shard = {name: layout.shard(x).to(device.current_device()) for name, x in samples.items()}
-    return Batch(tokens=shard["tokens"], labels=shard["labels"], loss_mask=shard["loss_mask"])
+    masked = data.dataloader_inter_document_masking
+    return Batch(
+        tokens=shard["tokens"],
+        labels=shard["labels"],
+        loss_mask=shard["loss_mask"],
+        sequence=SequenceInfo(
+            positions=shard["positions"] if data.reset_position_ids else None,
+            documents=documents_of(samples["positions"]) if masked else None,
+        ),
+    )
 
 
 def forward_step(model, batch: Batch, token_weights: Tensor) -> Tensor:
     """This rank's part of the loss: the sum over its tokens of weight x cross-entropy."""
-    return model(batch.tokens, labels=batch.labels, token_weights=token_weights)
+    return model(
+        batch.tokens, labels=batch.labels, token_weights=token_weights, sequence=batch.sequence
+    )
 
 
 def main() -> None:

@@ -22,12 +22,17 @@ from torch import Tensor
 
 from megatron_untied.backends import Backend, TransformerImpl, choose_backend
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
-from megatron_untied.context_parallel.kernels import CpuFlash
+from megatron_untied.context_parallel.kernels import (
+    AttentionBackend,
+    AttentionKernel,
+    choose_kernel,
+)
 from megatron_untied.context_parallel.layout import SequenceLayout
 from megatron_untied.context_parallel.self_attention import (
     AttentionParts,
     UntiedUlyssesSelfAttention,
 )
+from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
 from megatron_untied.platform.device import current_device
@@ -40,12 +45,28 @@ from megatron_untied.streaming.stash import Stash
 class UntiedGPTModel(GPTModel):
     """A GPTModel that turns hidden states into a loss without ever holding all logits."""
 
-    def __init__(self, *args, logical_vocab_size: int, loss_chunk_size: int | None, **kwargs):
+    def __init__(
+        self,
+        *args,
+        logical_vocab_size: int,
+        loss_chunk_size: int | None,
+        attention_parts: AttentionParts,
+        **kwargs,
+    ):
         super().__init__(*args, position_embedding_type="none", **kwargs)
         self.logical_vocab_size, self.loss_chunk_size = logical_vocab_size, loss_chunk_size
+        self.attention_parts = attention_parts
+
+    def describe(self) -> str:
+        """Which code was chosen for it, in a few words."""
+        return f"attention kernel {self.attention_parts.kernel.name}"
 
     def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, token_weights: Tensor | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        token_weights: Tensor | None = None,
+        sequence: SequenceInfo | None = None,
     ) -> Tensor:
         """The weighted sum of this rank's token losses, an fp32 scalar; without labels, logits.
 
@@ -54,11 +75,14 @@ class UntiedGPTModel(GPTModel):
             labels: int64 [b, n], the token that follows each.
             token_weights: fp32 [b, n]: 1 / (trained-on tokens of the global batch), or 0 where a
                 token is not trained on. Losses and gradients then sum over all ranks.
+            sequence: positions and documents of these sequences, if they are not plain.
 
         Returns:
             The loss, the same on every tensor-parallel rank; or logits [b, n, padded v / t].
         """
-        return super().forward(tokens, None, None, labels=labels, loss_mask=token_weights)
+        return super().forward(
+            tokens, None, None, labels=labels, loss_mask=token_weights, packed_seq_params=sequence
+        )
 
     def _postprocess(self, hidden_states, labels=None, loss_mask=None, **kwargs) -> Tensor:
         if labels is None:
@@ -84,12 +108,19 @@ def build_model(
     precision: Precision,
     groups: ProcessGroupCollection,
     *,
+    kernel: AttentionKernel | None = None,
     transformer_impl: TransformerImpl = "local",
 ) -> UntiedGPTModel:
-    """The model of this rank, with uninitialized weights, on the current default device."""
+    """The model of this rank, with uninitialized weights, on the current default device.
+
+    ``kernel`` computes its attention; None takes the best one that this machine has.
+    """
+    if kernel is None:
+        kernel = attention_kernel(model, precision)
     backend = choose_backend(transformer_impl, model.normalization)
     config = transformer_config(model, parallel, precision, transformer_impl)
-    layer = layer_spec(config, backend, attention_parts(model, parallel, groups), memory)
+    parts = attention_parts(model, parallel, groups, kernel)
+    layer = layer_spec(config, backend, parts, memory)
     return UntiedGPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
@@ -99,20 +130,43 @@ def build_model(
         logical_vocab_size=model.vocab_size,
         max_sequence_length=model.max_position_embeddings,
         loss_chunk_size=memory.loss_chunk_size,
+        attention_parts=parts,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         pg_collection=groups,
     )
 
 
+def attention_kernel(
+    model: ModelConfig,
+    precision: Precision,
+    backend: AttentionBackend = "auto",
+    *,
+    documents: bool = False,
+) -> AttentionKernel:
+    """The kernel of ``backend`` for a model on this rank's device; see :func:`choose_kernel`."""
+    return choose_kernel(
+        backend,
+        current_device(),
+        dtype=precision.params_dtype,
+        head_width=model.kv_channels,
+        window=model.window_size,
+        documents=documents,
+    )
+
+
 def attention_parts(
-    model: ModelConfig, parallel: ParallelConfig, groups: ProcessGroupCollection
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    groups: ProcessGroupCollection,
+    kernel: AttentionKernel,
 ) -> AttentionParts:
     """What the attention modules of one model share: layout, rotary table, kernel, buffers."""
     return AttentionParts(
         layout=SequenceLayout(num_ulysses=groups.cp.size(), rank=groups.cp.rank()),
         heads_per_chunk=parallel.heads_per_chunk,
         overlap=parallel.cp_overlap,
-        kernel=CpuFlash(),
+        kernel=kernel,
+        window=model.window_size,
         rotary=RotaryTable(model.rotary, model.kv_channels),
         workspace=Workspace(),
     )

@@ -18,6 +18,7 @@ from megatron_untied.context_parallel.head_major import (
 from megatron_untied.context_parallel.head_schedule import head_schedule
 from megatron_untied.context_parallel.kernels import AttentionKernel, Mask
 from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.untied import Attend, UntiedUlysses
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.rope import RotaryTable, rotate_
@@ -31,8 +32,17 @@ class AttentionParts:
     heads_per_chunk: int | Literal["all"]
     overlap: bool
     kernel: AttentionKernel
+    window: int | None
+    """Keys a query sees, itself included; None is all before it."""
     rotary: RotaryTable
     workspace: Workspace
+
+    def cos_sin(self, sequence: SequenceInfo, like: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Rows of the rotary table for this rank's n tokens, on the device of ``like``."""
+        positions = sequence.positions
+        if positions is None:
+            positions = self.layout.positions(n, like.device)
+        return self.rotary.at(positions)
 
 
 class UntiedUlyssesSelfAttention(SelfAttention):
@@ -73,22 +83,30 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         )
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, **slot_arguments: object
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: SequenceInfo | None = None,
+        **slot_arguments: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Output and bias of the projection back: [n, b, m] and [m] or None.
 
         ``attention_mask`` and megatron-core's rotary arguments are not used: the mask is causal,
         and an s x s tensor exists nowhere.
         """
+        sequence = SequenceInfo.from_slot(packed_seq_params)
         q, k, v = self.get_query_key_value_tensors(hidden_states)  # [n, b, heads, d] each
-        cos, sin = self.parts.rotary.at(self.parts.layout.positions(len(q), q.device))
-        out = _UntiedAttention.apply(q, k, v, cos, sin, self.ulysses, self.local_attention())
+        cos, sin = self.parts.cos_sin(sequence, q, len(q))
+        attend = self.local_attention(sequence)
+        out = _UntiedAttention.apply(q, k, v, cos, sin, self.ulysses, attend)
         return self.linear_proj(out.flatten(2))
 
-    def local_attention(self) -> LocalAttention:
+    def local_attention(self, sequence: SequenceInfo) -> LocalAttention:
         """Attention over the whole sequence of this rank's heads."""
+        mask = Mask(window=self.parts.window, segments=sequence.documents)
         scale = self.hidden_size_per_attention_head**-0.5
-        return LocalAttention(self.parts.kernel, Mask(causal=True), scale)
+        return LocalAttention(self.parts.kernel, mask, scale)
 
 
 class _UntiedAttention(torch.autograd.Function):

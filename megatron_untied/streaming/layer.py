@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatron_untied.context_parallel.head_major import HeadMajor, HeadMajorShape
+from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.untied import LogSumExps
 from megatron_untied.rope import rotate_
 from megatron_untied.streaming.parking import parked
@@ -87,15 +88,22 @@ class UntiedTransformerLayer(TransformerLayer):
         self.streaming = streaming
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **slot_arguments: object
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: SequenceInfo | None = None,
+        **slot_arguments: object,
     ) -> tuple[Tensor, None]:
         """[n, b, m] -> [n, b, m] in the same memory, and no cross-attention context."""
         self._refuse_backward_hooks()
         # Inside a Function's forward grad mode is off, so it is asked here. Without a backward
         # nothing may be kept.
-        stash = self.streaming.stash if torch.is_grad_enabled() else None
-        group = stash and stash.open(self, self.layer_number - 1)
-        return _StreamedLayer.apply(hidden_states, self, group, *self.parameters()), None
+        sequence, group = SequenceInfo.from_slot(packed_seq_params), None
+        if torch.is_grad_enabled():
+            group = self.streaming.stash.open(self, self.layer_number - 1, sequence)
+        out = _StreamedLayer.apply(hidden_states, self, sequence, group, *self.parameters())
+        return out, None
 
     def _refuse_backward_hooks(self) -> None:
         if self._backward_hooks:
@@ -116,13 +124,18 @@ class _StreamedLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, layer: UntiedTransformerLayer, group: Group | None, *parameters
+        ctx,
+        x: Tensor,
+        layer: UntiedTransformerLayer,
+        sequence: SequenceInfo,
+        group: Group | None,
+        *parameters,
     ) -> Tensor:
         ctx.layer, ctx.group = layer, group
         for parameter in parameters:
             # A bf16 leaf takes the fp32 sums as they are; autograd would round them first.
             parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
-        return layer_forward(layer, x, group and group.members[-1])
+        return layer_forward(layer, x, sequence, group and group.members[-1])
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
@@ -130,13 +143,15 @@ class _StreamedLayer(torch.autograd.Function):
         if not is_ours(gradient):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         x, out, lse = rebuild(group, layer.streaming.stash, attend, finish)
-        sums = layer_backward(layer, gradient, x, out, lse)
+        sums = layer_backward(layer, gradient, x, group.sequence, out, lse)
         x.release()
         out.release()
-        return gradient, None, None, *sums.in_order()
+        return gradient, None, None, None, *sums.in_order()
 
 
-def layer_forward(layer: UntiedTransformerLayer, x: Tensor, record: LayerStash | None) -> Tensor:
+def layer_forward(
+    layer: UntiedTransformerLayer, x: Tensor, sequence: SequenceInfo, record: LayerStash | None
+) -> Tensor:
     """The layer's output, written over ``x`` [n, b, m]; ``record`` gets what backward needs."""
     stash = layer.streaming.stash
     keeps_attention = record is not None and stash.selective
@@ -144,7 +159,7 @@ def layer_forward(layer: UntiedTransformerLayer, x: Tensor, record: LayerStash |
     if record is not None and stash.keeps_input(record):
         leaving = stash.keep_rows(record, x)
     with parked(x, stash, already=record and record.x) as rows:
-        out, lse = attend(layer, rows, is_kept=keeps_attention)
+        out, lse = attend(layer, rows, sequence, is_kept=keeps_attention)
     if leaving is not None:
         leaving.wait()
     # mark_dirty would say that x is overwritten, but FSDP2 hands x over as a view made by a custom
@@ -160,16 +175,16 @@ def layer_forward(layer: UntiedTransformerLayer, x: Tensor, record: LayerStash |
 
 
 def attend(
-    layer: UntiedTransformerLayer, x: Rows, *, is_kept: bool
+    layer: UntiedTransformerLayer, x: Rows, sequence: SequenceInfo, *, is_kept: bool
 ) -> tuple[HeadMajor, LogSumExps]:
     """Attention of all heads over the layer's input: O and its log-sum-exps. Collective.
 
     O that is not kept is valid until the next layer runs.
     """
-    source, stash = _projections(layer, x), layer.streaming.stash
-    shape = _slots(layer, source)
+    source, attention = _projections(layer, x, sequence), layer.self_attention
+    stash, shape = layer.streaming.stash, _slots(layer, source)
     out = stash.out(layer.layer_number - 1, shape, source.like, is_kept=is_kept)
-    return out, layer.self_attention.ulysses.forward(source, out, _attention(layer))
+    return out, attention.ulysses.forward(source, out, attention.local_attention(sequence))
 
 
 def finish(layer: UntiedTransformerLayer, x: Rows, out: HeadMajor, result: Tensor) -> None:
@@ -180,15 +195,21 @@ def finish(layer: UntiedTransformerLayer, x: Rows, out: HeadMajor, result: Tenso
 
 
 def layer_backward(
-    layer: UntiedTransformerLayer, gradient: Tensor, x: Rows, out: HeadMajor, lse: LogSumExps
+    layer: UntiedTransformerLayer,
+    gradient: Tensor,
+    x: Rows,
+    sequence: SequenceInfo,
+    out: HeadMajor,
+    lse: LogSumExps,
 ) -> GradientSums:
     """``gradient`` [n, b, m] becomes that of x in place; returns the parameters' gradients."""
-    sums, source, stash = GradientSums(layer), _projections(layer, x), layer.streaming.stash
+    stash, attention = layer.streaming.stash, layer.self_attention
+    sums, source = GradientSums(layer), _projections(layer, x, sequence)
     d_out = stash.d_out(_slots(layer, source), source.like)
     _after_attention_backward(layer, gradient, x, out, d_out, sums)
     with parked(gradient, stash):
-        ulysses = layer.self_attention.ulysses
-        dk, dv = ulysses.backward(source, out, lse, d_out, _attention(layer))
+        attend = attention.local_attention(sequence)
+        dk, dv = attention.ulysses.backward(source, out, lse, d_out, attend)
     _before_attention_backward(layer, gradient, source, (d_out, dk, dv), sums)
     d_out.release()
     return sums
@@ -234,20 +255,18 @@ def _before_attention_backward(
         gradient[tile.local] += dx
 
 
-def _projections(layer: UntiedTransformerLayer, x: Rows) -> StreamedProjections:
-    parts, tiles = layer.self_attention.parts, layer.tiles(x.shape[0])
+def _projections(
+    layer: UntiedTransformerLayer, x: Rows, sequence: SequenceInfo
+) -> StreamedProjections:
+    tiles = layer.tiles(x.shape[0])
     n = sum(run.stop - run.start for tile in tiles for run in tile.seen)
-    rotary = parts.rotary.at(parts.layout.positions(n, x.like.device))
+    rotary = layer.self_attention.parts.cos_sin(sequence, x.like, n)
     return StreamedProjections(layer, x, tiles, rotary)
 
 
 def _slots(layer: UntiedTransformerLayer, source: StreamedProjections) -> HeadMajorShape:
     ulysses = layer.self_attention.ulysses
     return HeadMajorShape(ulysses.schedule, source.n, source.b, ulysses.head_width)
-
-
-def _attention(layer: UntiedTransformerLayer):
-    return layer.self_attention.local_attention()
 
 
 def is_ours(gradient: Tensor) -> bool:

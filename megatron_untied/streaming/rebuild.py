@@ -31,7 +31,8 @@ def rebuild(
         if following is not None:
             _gather(each.layer)
         if each.attention is None:
-            each.attention = attend(each.layer, each.x, is_kept=following is not None)
+            is_kept = following is not None
+            each.attention = attend(each.layer, each.x, group.sequence, is_kept=is_kept)
         if following is not None:
             _keep_output(each, following, stash, finish)
             if following is not members[-1]:

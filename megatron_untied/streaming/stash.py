@@ -18,6 +18,7 @@ from megatron_untied.context_parallel.head_major import (
     HeadMajor,
     HeadMajorShape,
 )
+from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.untied import LogSumExps
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.copy_engine import Copy
@@ -69,6 +70,7 @@ class LayerStash:
 class Group:
     """The layers between two kept inputs, in one forward."""
 
+    sequence: SequenceInfo
     members: list[LayerStash] = field(default_factory=list)
 
 
@@ -87,10 +89,10 @@ class Stash:
     workspace: Workspace
     _open: Group | None = None
 
-    def open(self, layer: nn.Module, index: int) -> Group:
+    def open(self, layer: nn.Module, index: int, sequence: SequenceInfo) -> Group:
         """The group of layer ``index`` in the forward that is running, its record the last."""
         if index % self.layers_per_group == 0:
-            self._open = Group()
+            self._open = Group(sequence)
         group, is_last = self._open, index + 1 in (self.num_layers, self._end_of_group(index))
         assert group is not None, "layers run in order, from the first of a group"
         group.members.append(LayerStash(layer, index))

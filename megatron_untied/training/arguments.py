@@ -38,6 +38,7 @@ Config = TypeVar("Config")
 NEEDS = {
     "num_query_groups": "group_query_attention",
     "rope_scaling_factor": "use_rope_scaling",
+    "dataloader_inter_document_masking": "reset_position_ids",
     "recompute_method": "recompute_granularity",
     "recompute_num_layers": "recompute_granularity",
     "sequence_tile_size": "recompute_granularity",
@@ -89,6 +90,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         loop=_take(LoopConfig, values),
         logging=_logging(values),
         distributed=_distributed(values),
+        attention_backend=values["attention_backend"],
         transformer_impl=values["transformer_impl"],
         seed=values["seed"],
     )

@@ -2,13 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.data.loader import micro_batches
 from megatron_untied.training.config import RunConfig
 
@@ -23,10 +24,12 @@ class Batch:
     """[b, s/p] int64: the token after each, which may be the next rank's first."""
     loss_mask: Tensor
     """[b, s/p] fp32: 1 where the label counts, 0 where it does not."""
+    sequence: SequenceInfo = field(default_factory=SequenceInfo)
+    """Positions of these tokens, and documents of the whole sequences."""
 
 
-GetBatch = Callable[[dict[str, Tensor], ProcessGroupCollection], Batch]
-"""(whole micro-batch, tensors [b, s] on the host; groups) -> this rank's shard of it."""
+GetBatch = Callable[[dict[str, Tensor], RunConfig, ProcessGroupCollection], Batch]
+"""(whole micro-batch, tensors [b, s] on the host; config; groups) -> this rank's shard of it."""
 
 
 def global_batches(
@@ -47,7 +50,8 @@ def global_batches(
     )
     num_micro_batches = config.batch.num_micro_batches(groups.dp.size())
     while True:
-        yield [get_batch(one, groups) for one in itertools.islice(samples, num_micro_batches)]
+        some = itertools.islice(samples, num_micro_batches)
+        yield [get_batch(one, config, groups) for one in some]
 
 
 def count_valid_tokens(batches: list[Batch], group: dist.ProcessGroup) -> int:

@@ -10,6 +10,7 @@ from typing import Literal
 from megatron_untied.backends import TransformerImpl
 from megatron_untied.checkpoint.config import CheckpointConfig
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
+from megatron_untied.context_parallel.kernels import AttentionBackend
 from megatron_untied.data.config import DataConfig
 
 
@@ -131,6 +132,8 @@ class RunConfig:
     loop: LoopConfig
     logging: LoggingConfig
     distributed: DistributedConfig
+    attention_backend: AttentionBackend = "auto"
+    """Which attention kernels may be chosen from."""
     transformer_impl: TransformerImpl = "local"
     """Whose norms and linear layers the model is made of."""
     seed: int = 1234

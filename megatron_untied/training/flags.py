@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from megatron_untied.backends import TransformerImpl
+from megatron_untied.context_parallel.kernels import ATTENTION_BACKENDS
 from megatron_untied.data.config import TOKENIZER_TYPES
 
 Flag = tuple[str, dict[str, Any]]
@@ -58,6 +59,19 @@ def heads_per_chunk(text: str) -> int | str:
     return text if text == "all" else integer(1)(text)
 
 
+def window(text: str) -> int:
+    """Parses Megatron's LEFT,RIGHT: neighbors a query sees. Returns all that it sees, with itself.
+
+    RIGHT is 0: attention is causal.
+    """
+    left, _, right = text.strip("()").partition(",")
+    if right.strip() != "0":
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not LEFT,0: the tokens before it that a query sees, and none after"
+        )
+    return integer(0)(left) + 1
+
+
 count, index, amount = integer(1), integer(0), real(0.0)
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
@@ -75,6 +89,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--rotary-percent", amount, 1.0, help="part of the head width that is rotated"),
         switch("--use-rope-scaling", "Llama 3.1's scaling of the rotary wave lengths"),
         flag("--rope-scaling-factor", amount, 8.0, help="stretch of --use-rope-scaling"),
+        flag(
+            "--window-size",
+            window,
+            metavar="LEFT,0",
+            help="a query sees itself and LEFT tokens before it (all of them)",
+        ),
         flag("--normalization", default="LayerNorm", choices=["LayerNorm", "RMSNorm"]),
         flag("--norm-epsilon", amount, 1e-5),
         switch("--swiglu", "gated MLP with SiLU, instead of GELU"),
@@ -119,6 +139,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--cpu-offloading-num-layers", index, 0, help="layers that keep on the host"),
         switch("--park-during-attention", "move what attention does not need to the host"),
         flag("--transformer-impl", default="local", choices=get_args(TransformerImpl)),
+        flag(
+            "--attention-backend",
+            default="auto",
+            choices=ATTENTION_BACKENDS,
+            help="flash, fused (cuDNN), local (matrix products), or one kernel by name",
+        ),
     ),
     "batch and optimizer": (
         flag("--seq-length", count, help="tokens of a sample"),
@@ -163,6 +189,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--data-cache-path", help="folder for the sample indices"),
         switch("--mock-data", "random tokens instead of --data-path"),
         flag("--num-workers", index, 2, help="processes that prepare samples"),
+        switch("--reset-position-ids", "positions start again at every document"),
+        switch(
+            "--dataloader-inter-document-masking",
+            "tokens see their own document only; needs --reset-position-ids",
+        ),
         switch("--eod-mask-loss", "no loss where a document has ended"),
     ),
     "loop": (
@@ -207,12 +238,9 @@ NOT_YET: dict[str, str] = {
     "--cp-comm-type a2a+p2p": "ring attention is not there yet; a2a is",
     "--hierarchical-context-parallel-sizes": "ring attention is not there yet",
     "--cp-heads-per-chunk auto": "nothing plans memory yet; give a number of heads, or all",
-    "--window-size": "every query sees all keys before it",
-    "--dataloader-inter-document-masking": "documents of one sample still see each other",
-    "--reset-position-ids": "positions count from the start of the sequence",
     "--sft": "there is no fine-tuning dataset yet",
     "--seq-length-schedule": "the sequence length is constant",
-    "--attention-backend": "the kernel follows from the device",
+    "--attention-backend unfused": "local is attention in matrix products",
     "--async-save": "checkpoints are written before training goes on",
     "--profile": "there is no profiler yet",
     "--heartbeat-seconds": "there is no heartbeat yet",

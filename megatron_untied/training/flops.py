@@ -17,9 +17,14 @@ def step_flops(model: ModelConfig, *, seq_length: int, num_samples: int) -> int:
 
 
 def attention_flops(model: ModelConfig, *, seq_length: int) -> int:
-    """Forward of one layer's causal attention on one sequence: q k^T and p v, half of them."""
+    """Forward of one layer's attention on one sequence: q k^T and p v.
+
+    Causal attention is half of all pairs; a window leaves a band of them. Documents are not known
+    here: attention that stops at their ends does less than is counted.
+    """
     width = model.num_attention_heads * model.kv_channels
-    return 2 * (2 * seq_length**2 * width) // 2
+    seen = min(model.window_size or seq_length, seq_length)
+    return 2 * width * (2 * seq_length * seen - seen**2)
 
 
 def layer_weights(model: ModelConfig) -> int:

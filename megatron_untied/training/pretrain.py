@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
 
 from megatron_untied.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megatron_untied.data.datasets import Datasets
+from megatron_untied.model import UntiedGPTModel
 from megatron_untied.platform import device
 from megatron_untied.training.batch import GetBatch, global_batches
 from megatron_untied.training.config import RunConfig
@@ -20,7 +20,7 @@ from megatron_untied.training.learner import Learner, build_learner
 from megatron_untied.training.reporter import Reporter
 from megatron_untied.training.step import ForwardStep, require_finite, train_step
 
-ModelProvider = Callable[[RunConfig, ProcessGroupCollection], MegatronModule]
+ModelProvider = Callable[[RunConfig, ProcessGroupCollection], UntiedGPTModel]
 DatasetsProvider = Callable[[RunConfig], Datasets]
 
 
@@ -48,7 +48,8 @@ def pretrain(
     with errors_in_one_line():
         groups = initialize(config, launch)
         datasets = datasets_provider(config)
-        learner = build_learner(model_provider(config, groups), config, groups)
+        model = model_provider(config, groups)
+        learner = build_learner(model, config, groups)
         progress = load_checkpoint(config.checkpoint, learner.state, seed=config.seed)
 
     def global_batches_of(dataset, consumed_samples=0):
@@ -60,7 +61,8 @@ def pretrain(
         return evaluate(learner, some, forward_step=forward_step)
 
     with Reporter(config, launch, start=progress) as report, EarlyExit(config.loop) as early_exit:
-        report.say(f"{learner.describe()} | {progress.iteration} iterations done")
+        done = f"{progress.iteration} iterations done"
+        report.say(f"{learner.describe()} | {model.describe()} | {done}")
         if config.loop.skip_train:
             report.evaluation(progress.iteration, validation_loss())
             return

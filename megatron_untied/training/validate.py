@@ -92,6 +92,11 @@ def _tensor_parallel(config: RunConfig) -> Iterator[str]:
 
 def _context_parallel(config: RunConfig) -> Iterator[str]:
     parallel, s = config.parallel, config.batch.seq_length
+    if config.model.window_size is not None and parallel.cp_comm_type != "a2a":
+        yield (
+            f"--window-size {config.model.window_size - 1},0 needs the whole sequence on a rank; "
+            f"--cp-comm-type {parallel.cp_comm_type} passes it on in blocks, a2a does not"
+        )
     p = parallel.context_parallel_size
     t = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     if s % (p * t):

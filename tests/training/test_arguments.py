@@ -80,6 +80,22 @@ def test_rope_scaling_is_llama3s():
     assert rotary == RotaryConfig(scaling="llama3", scaling_factor=32.0)
 
 
+def test_a_window_counts_the_query_itself():
+    # Megatron's pair are neighbors: 4095 tokens before a query, and none after.
+    assert tiny_config(window_size="4095,0").model.window_size == 4096
+    assert tiny_config(window_size="(0,0)").model.window_size == 1
+    assert tiny_config().model.window_size is None
+
+
+def test_documents_and_kernels():
+    config = tiny_config(reset_position_ids=True, dataloader_inter_document_masking=True,
+                         attention_backend="local")  # fmt: skip
+    assert config.data.reset_position_ids
+    assert config.data.dataloader_inter_document_masking
+    assert config.attention_backend == "local"
+    assert tiny_config().attention_backend == "auto"
+
+
 def test_a_value_may_follow_an_equals_sign():
     assert parse_arguments([*command_line(), "--lr=0.5"], world_size=1).schedule.lr == 0.5
 
@@ -97,6 +113,10 @@ def test_a_value_may_follow_an_equals_sign():
         (["--lr", "fast"], "argument --lr: 'fast' is not a number"),
         (["--hidden-dropout", "0.1"], "argument --hidden-dropout: invalid choice: 0.1"),
         (["--cp-heads-per-chunk", "some"], "'some' is not an integer"),
+        (["--window-size", "128"], "'128' is not LEFT,0: the tokens before it that a query sees"),
+        (["--window-size", "128,128"], "'128,128' is not LEFT,0"),
+        (["--window-size", "x,0"], "'x' is not an integer"),
+        (["--attention-backend", "triton"], "invalid choice: 'triton'"),
         (["--lr-decay-style", "step"], "argument --lr-decay-style: invalid choice: 'step'"),
     ],
 )
@@ -128,6 +148,8 @@ def test_no_flag_is_both_honored_and_refused():
         ({"group_query_attention": None},
          "--num-query-groups does nothing without --group-query-attention; give both"),
         ({"rope_scaling_factor": 4}, "--rope-scaling-factor does nothing without --use-rope"),
+        ({"dataloader_inter_document_masking": True},
+         "--dataloader-inter-document-masking does nothing without --reset-position-ids"),
         ({"save_interval": 5}, "--save-interval does nothing without --save"),
         ({"finetune": True}, "--finetune does nothing without --load"),
         ({"use_checkpoint_args": True}, "--use-checkpoint-args does nothing without --load"),

@@ -34,6 +34,14 @@ def test_causal_attention_is_half_of_two_square_products():
     assert attention_flops(LLAMA3_8B, seq_length=1000) == 2 * (2 * 1000**2 * 128) * 32 // 2
 
 
+def test_a_window_leaves_a_band():
+    # The triangle of all pairs without the triangle of those more than 100 tokens apart.
+    windowed = dataclasses.replace(LLAMA3_8B, window_size=100)
+    assert attention_flops(windowed, seq_length=1000) == 2 * 2 * 4096 * (1000**2 - 900**2) // 2
+    longer = dataclasses.replace(LLAMA3_8B, window_size=2000)
+    assert attention_flops(longer, seq_length=1000) == attention_flops(LLAMA3_8B, seq_length=1000)
+
+
 def test_attention_dominates_at_five_million_tokens():
     s = 5 * 1024**2
     flops = step_flops(LLAMA3_8B, seq_length=s, num_samples=1)

@@ -1,7 +1,9 @@
+import dataclasses
 import re
 
 import pytest
 
+from megatron_untied.training.validate import problems
 from tests.training.command_line import tiny_config
 
 
@@ -58,6 +60,16 @@ from tests.training.command_line import tiny_config
 def test_rejects(world_size, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         tiny_config(world_size, **changes)
+
+
+def test_rejects_a_window_on_a_ring():
+    config = tiny_config(window_size="16,0")
+    parallel = dataclasses.replace(config.parallel, cp_comm_type="p2p")
+    found = list(problems(dataclasses.replace(config, parallel=parallel), world_size=1))
+    assert found == [
+        "--window-size 16,0 needs the whole sequence on a rank; --cp-comm-type p2p passes it on in "
+        "blocks, a2a does not"
+    ]
 
 
 def test_lists_everything_wrong_at_once():

@@ -37,7 +37,7 @@ def launch_of(group: dist.ProcessGroup) -> Launch:
     return Launch(rank=group.rank(), world_size=group.size(), local_rank=group.rank())
 
 
-def unevenly_masked_batch(samples: dict[str, Tensor], groups) -> Batch:
+def unevenly_masked_batch(samples: dict[str, Tensor], config, groups) -> Batch:
     """``get_batch`` after a mask that leaves shards, samples and micro-batches unequal.
 
     Nothing is valid in the first fifth of a sample, so with four shards one has almost nothing.
@@ -46,4 +46,4 @@ def unevenly_masked_batch(samples: dict[str, Tensor], groups) -> Batch:
     mask[:, : mask.size(1) // 5] = 0
     mask[samples["labels"] % 3 == 0] = 0
     mask[samples["tokens"].sum(1) % 2 == 0, -7:] = 0
-    return pretrain_gpt.get_batch(samples | {"loss_mask": mask}, groups)
+    return pretrain_gpt.get_batch(samples | {"loss_mask": mask}, config, groups)

@@ -1,0 +1,70 @@
+"""The table of kernels, and the choice that ``--attention-backend`` makes among them."""
+
+from typing import Literal, get_args
+
+import torch
+
+from megatron_untied.context_parallel.kernels.cpu_flash import CpuFlash
+from megatron_untied.context_parallel.kernels.cudnn import Cudnn
+from megatron_untied.context_parallel.kernels.flash_attention import (
+    FlashAttention2,
+    FlashAttention3,
+    TorchFlash,
+)
+from megatron_untied.context_parallel.kernels.kernel import AttentionKernel
+from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
+
+AttentionBackend = Literal[
+    "auto",
+    "flash",
+    "fused",
+    "local",
+    "flash-attention-3",
+    "flash-attention-2",
+    "torch-flash",
+    "cudnn",
+]
+"""Megatron's words, or the name of one kernel."""
+
+ATTENTION_BACKENDS: tuple[str, ...] = get_args(AttentionBackend)
+
+_FLASH = FlashAttention3, FlashAttention2, TorchFlash, CpuFlash
+
+KERNELS: dict[str, tuple[type[AttentionKernel], ...]] = {
+    "auto": (*_FLASH, MatrixProducts),
+    "flash": _FLASH,
+    "fused": (Cudnn,),
+    "local": (MatrixProducts,),
+    **{kernel.name: (kernel,) for kernel in (*_FLASH[:3], Cudnn)},
+}
+"""By backend, the best first."""
+
+
+def choose_kernel(
+    backend: AttentionBackend,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    head_width: int,
+    window: int | None = None,
+    documents: bool = False,
+) -> AttentionKernel:
+    """The first kernel of ``backend`` that this device has and that can do what the model needs.
+
+    Its ``name`` says which; ``documents`` says whether attention stays inside documents.
+
+    Raises:
+        ValueError: if there is none, with what each one lacks.
+    """
+    needs = {"dtype": dtype, "head_width": head_width, "window": window, "documents": documents}
+    reasons = []
+    for kernel in KERNELS[backend]:
+        missing = kernel.missing(device)
+        problems = [f"needs {missing}"] if missing else list(kernel.limits.problems(**needs))
+        if not problems:
+            return kernel()
+        reasons.append(f"{kernel.name} {' and '.join(problems)}")
+    raise ValueError(
+        f"--attention-backend {backend} has no kernel here: {'; '.join(reasons)}. "
+        "--attention-backend auto takes one that works."
+    )

@@ -1,0 +1,214 @@
+"""FlashAttention on CUDA: version 3, version 2, and PyTorch's own build of version 2.
+
+All three take a batch [b, s, heads, d], or the segments of one sample [tokens, heads, d] with
+cumulative lengths; the log-sum-exp is then [h, tokens]. In all three a window is the keys to the
+left of a query, itself not counted.
+"""
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_untied.context_parallel.kernels.cut import Call, Limits
+from megatron_untied.context_parallel.kernels.kernel import (
+    AttentionKernel,
+    BackwardTensors,
+    ForwardTensors,
+)
+
+_HALF = torch.bfloat16, torch.float16
+
+
+class FlashAttention3(AttentionKernel):
+    """FlashAttention-3 for Hopper GPUs.
+
+    The operators are called below their Python wrappers: those refuse a given output buffer.
+    """
+
+    name = "flash-attention-3"
+    # Addresses are 64-bit, but rows x width of a head in its fp32 dq is computed in 32 bits, and
+    # so is the step from one sample to the next.
+    limits = Limits(
+        dtypes=_HALF,
+        head_width_multiple=8,
+        max_head_width=256,
+        head_width_padding=64,
+        alignment_bytes=16,
+        joins_segments=True,
+        indexes_heads_in_32_bits=True,
+    )
+
+    def __init__(self, operators: Any = None):
+        """``operators`` has ``fwd`` and ``bwd``; None takes those of ``flash_attn_interface``."""
+        super().__init__()
+        if operators is None:
+            importlib.import_module("flash_attn_interface")  # registers them
+            operators = torch.ops.flash_attn_3
+        self.operators = operators
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        """See :class:`.AttentionKernel`."""
+        if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+            return "a Hopper GPU"
+        return _missing_package("flash_attn_interface", "FlashAttention-3")
+
+    def _forward(self, x: ForwardTensors, call: Call, scale: float) -> Tensor:
+        q, k, v, out = (_flat(each, call) for each in x)
+        # Left to choose, it may split the keys and allocate an fp32 output for each part.
+        options = _segments(call, q.device) | _mask(call) | {"num_splits": 1}
+        _, lse, *_ = self.operators.fwd(q, k, v, out=out, softmax_scale=scale, **options)
+        return lse.view(-1, x.q.shape[2], len(x.q))
+
+    def _backward(self, x: BackwardTensors, call: Call, scale: float) -> None:
+        d_out, q, k, v, out, lse, dq, dk, dv = _flat_backward(x, call)
+        options = _segments(call, q.device) | _mask(call) | {"seqused_q": None, "seqused_k": None}
+        self.operators.bwd(
+            d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, softmax_scale=scale, **options
+        )
+
+
+class FlashAttention2(AttentionKernel):
+    """FlashAttention-2 from the package ``flash-attn``, 2.7 or newer.
+
+    Its entry points make the output themselves: it is copied once.
+    """
+
+    name = "flash-attention-2"
+    # Before 2.7.4.post1 the address in the fp32 dq of all heads is computed in 32 bits.
+    limits = Limits(
+        dtypes=_HALF,
+        head_width_multiple=8,
+        max_head_width=256,
+        head_width_padding=64,
+        alignment_bytes=16,
+        joins_segments=True,
+        indexes_calls_in_32_bits=True,
+    )
+
+    def __init__(self, module: Any = None):
+        """``module`` is like ``flash_attn.flash_attn_interface``, which None takes."""
+        super().__init__()
+        self.module = module or importlib.import_module("flash_attn.flash_attn_interface")
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        """See :class:`.AttentionKernel`."""
+        return _missing_gpu(device) or _missing_package("flash_attn", "flash-attn")
+
+    def _forward(self, x: ForwardTensors, call: Call, scale: float) -> Tensor:
+        q, k, v, out = (_flat(each, call) for each in x)
+        options = self._options(call, scale) | {"return_softmax": False}
+        if call.run is None:
+            result, lse, *_ = self.module._wrapped_flash_attn_forward(q, k, v, **options)
+        else:
+            options |= _segments(call, q.device)
+            result, lse, *_ = self.module._wrapped_flash_attn_varlen_forward(q, k, v, **options)
+        out.copy_(result)
+        return lse.view(-1, x.q.shape[2], len(x.q))
+
+    def _backward(self, x: BackwardTensors, call: Call, scale: float) -> None:
+        tensors = _flat_backward(x, call)
+        options = self._options(call, scale) | {"deterministic": False}
+        if call.run is None:
+            self.module._wrapped_flash_attn_backward(*tensors, **options)
+        else:
+            options |= _segments(call, x.q.device)
+            self.module._wrapped_flash_attn_varlen_backward(*tensors, **options)
+
+    @staticmethod
+    def _options(call: Call, scale: float) -> dict[str, Any]:
+        mask = _mask(call)
+        mask["causal"] = mask.pop("is_causal")
+        return mask | {
+            "softmax_scale": scale,
+            "dropout_p": 0.0,
+            "softcap": 0.0,
+            "alibi_slopes": None,
+        }
+
+
+class TorchFlash(AttentionKernel):
+    """FlashAttention-2 as PyTorch ships it. Its backward makes the gradients itself: one copy."""
+
+    name = "torch-flash"
+    limits = FlashAttention2.limits
+
+    def __init__(self, operators: Any = None):
+        """``operators`` stands in for ``torch.ops.aten``."""
+        super().__init__()
+        self.operators = operators or torch.ops.aten
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        """See :class:`.AttentionKernel`."""
+        return _missing_gpu(device)
+
+    def _forward(self, x: ForwardTensors, call: Call, scale: float) -> Tensor:
+        q, k, v, out = (_flat(each, call) for each in x)
+        lengths, window = self._lengths(x.q, x.k, call), self._window(call)
+        lse = self.operators._flash_attention_forward_no_dropout_inplace(
+            out, q, k, v, *lengths, 0.0, call.causal, False, scale=scale, **window
+        )
+        return lse.view(-1, x.q.shape[2], len(x.q))
+
+    def _backward(self, x: BackwardTensors, call: Call, scale: float) -> None:
+        *reads, dq, dk, dv = _flat_backward(x, call)
+        lengths, window = self._lengths(x.q, x.k, call), self._window(call)
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=x.q.device), x.q.new_empty(0)
+        gradients = self.operators._flash_attention_backward(
+            *reads, *lengths, 0.0, call.causal, *no_dropout, scale=scale, **window
+        )
+        for result, gradient in zip((dq, dk, dv), gradients, strict=True):
+            result.copy_(gradient)
+
+    @staticmethod
+    def _lengths(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None, int, int]:
+        if call.run is None:
+            return None, None, len(q), len(k)
+        return tuple(_segments(call, q.device).values())
+
+    @staticmethod
+    def _window(call: Call) -> dict[str, int]:
+        return {side: x for side, x in _mask(call).items() if side != "is_causal"}
+
+
+def _flat(x: Tensor, call: Call) -> Tensor:
+    """[s, b, heads, d] -> [b, s, heads, d], or [tokens, heads, d] of one sample's segments."""
+    return x.transpose(0, 1) if call.run is None else x.squeeze(1)
+
+
+def _flat_backward(x: BackwardTensors, call: Call) -> list[Tensor]:
+    lse = x.lse if call.run is None else x.lse.squeeze(0)  # [b, h, s] or [h, tokens]
+    return [lse if each is x.lse else _flat(each, call) for each in x]
+
+
+def _segments(call: Call, device: torch.device) -> dict[str, Tensor | int | None]:
+    """Cumulative lengths of the segments of q and of k, and the longest of each; or no such."""
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    if call.run is None:
+        return dict.fromkeys(names)
+    return dict(zip(names, (*call.run.cumulative(device), *call.run.longest), strict=True))
+
+
+def _mask(call: Call) -> dict[str, bool | int]:
+    return {
+        "is_causal": call.causal,
+        "window_size_left": -1 if call.window is None else call.window - 1,
+        "window_size_right": 0 if call.causal else -1,
+    }
+
+
+def _missing_gpu(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return "an Ampere or newer GPU"
+    return None
+
+
+def _missing_package(module: str, package: str) -> str | None:
+    if importlib.util.find_spec(module) is None:
+        return f"the package {package} (no module named {module})"
+    return None

@@ -1,0 +1,69 @@
+"""Attention written out in matrix products: the reference that runs everywhere."""
+
+import torch
+from torch import Tensor
+
+from megatron_untied.context_parallel.kernels.cut import Call, Limits
+from megatron_untied.context_parallel.kernels.kernel import (
+    AttentionKernel,
+    BackwardTensors,
+    ForwardTensors,
+)
+from megatron_untied.context_parallel.kernels.query_blocks import QueryBlock, query_blocks
+
+
+class MatrixProducts(AttentionKernel):
+    """Scores of a block of queries at a time, in fp32 or, for float64 inputs, in float64.
+
+    They are ``block_size`` x keys numbers a head, so a few thousand tokens are fine.
+    """
+
+    name = "matrix-products"
+    limits = Limits(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16))
+
+    def __init__(self, block_size: int = 128):
+        super().__init__()
+        self.block_size = block_size
+
+    def _forward(self, x: ForwardTensors, call: Call, scale: float) -> Tensor:
+        k, v = map(_wide, (x.k, x.v))
+        lse_parts = []
+        for block in query_blocks(len(x.q), call, self.block_size, x.q.device):
+            rows, keys = block.queries, block.keys
+            scores = _scores(x.q[rows], k[keys], block, scale)
+            lse = scores.logsumexp(-1)
+            weights = scores.sub_(lse[..., None]).exp_()
+            x.out[rows] = torch.einsum("bgrqk,kbgd->qbgrd", weights, v[keys]).flatten(2, 3)
+            lse_parts.append(lse.flatten(1, 2))
+        return torch.cat(lse_parts, -1)
+
+    def _backward(self, x: BackwardTensors, call: Call, scale: float) -> None:
+        k, v = map(_wide, (x.k, x.v))
+        dk, dv, g = torch.zeros_like(k), torch.zeros_like(v), k.shape[2]
+        for block in query_blocks(len(x.q), call, self.block_size, x.q.device):
+            rows, keys = block.queries, block.keys
+            q, do, o = (_grouped(each[rows], g) for each in (x.q, x.d_out, x.out))
+            lse = x.lse[..., rows].unflatten(1, (g, -1))
+            weights = _scores(x.q[rows], k[keys], block, scale).sub_(lse[..., None]).exp_()
+            row_sums = (do * o).sum(-1).permute(1, 2, 3, 0)  # [b, g, h/g, queries]
+            d_weights = torch.einsum("qbgrd,kbgd->bgrqk", do, v[keys])
+            d_scores = d_weights.sub_(row_sums[..., None]).mul_(weights).mul_(scale)
+            x.dq[rows] = torch.einsum("bgrqk,kbgd->qbgrd", d_scores, k[keys]).flatten(2, 3)
+            dk[keys] += torch.einsum("bgrqk,qbgrd->kbgd", d_scores, q)
+            dv[keys] += torch.einsum("bgrqk,qbgrd->kbgd", weights, do)
+        x.dk.copy_(dk)
+        x.dv.copy_(dv)
+
+
+def _scores(q: Tensor, k: Tensor, block: QueryBlock, scale: float) -> Tensor:
+    """[queries, b, h, d], [keys, b, g, d] -> [b, g, h/g, queries, keys]; -inf where hidden."""
+    scores = torch.einsum("qbgrd,kbgd->bgrqk", _grouped(q, k.shape[2]), k).mul_(scale)
+    return scores if block.hidden is None else scores.masked_fill_(block.hidden, -torch.inf)
+
+
+def _grouped(x: Tensor, g: int) -> Tensor:
+    return _wide(x).unflatten(2, (g, -1))  # [t, b, h, d] -> [t, b, g, h/g, d]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

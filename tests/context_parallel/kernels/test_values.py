@@ -1,0 +1,128 @@
+"""Every kernel that runs here against attention with a whole mask matrix, in float64."""
+
+import pytest
+import torch
+
+from megatron_untied.context_parallel.kernels import CpuFlash, Mask, Segments
+from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
+from tests.context_parallel.kernels import plain
+
+KERNELS = {
+    "cpu-flash": CpuFlash,
+    "cpu-flash, small blocks": lambda: CpuFlash(block_size=5),
+    "matrix-products": MatrixProducts,
+    "matrix-products, small blocks": lambda: MatrixProducts(block_size=7),
+}
+# float64: rounding of a few hundred additions. fp32 and bf16: of the inputs' own precision.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SCALE = 0.3
+
+
+def strided(num_rows: int, b: int, heads: int, d: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random values in a view that is contiguous in its last dimension only."""
+    wide = torch.randn(num_rows, b + 1, heads + 2, 2 * d, dtype=torch.float64).to(dtype)
+    return wide[:, 1:, 1:-1, d:]
+
+
+def check(kernel, mask, s_q, s_k, *, b=2, h=4, g=2, d=8, dtype=torch.float64):
+    torch.manual_seed(0)
+    q, d_out = (strided(s_q, b, h, d, dtype) for _ in range(2))
+    k, v = (strided(s_k, b, g, d, dtype) for _ in range(2))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = plain.attention(*leaves, mask, SCALE)
+    expected_gradients = torch.autograd.grad(expected, leaves, d_out.double())
+
+    out, dq, dk, dv = (
+        torch.full_like(strided(len(x), b, x.shape[2], d, dtype), torch.nan) for x in (q, q, k, v)
+    )
+    lse = kernel.forward(q, k, v, out=out, mask=mask, scale=SCALE)
+    kernel.backward(d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, mask=mask, scale=SCALE)
+    assert lse.shape == (b, h, s_q)
+    assert lse.dtype == torch.promote_types(dtype, torch.float32)
+    blind = expected_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, blind)
+    results = (lse.masked_fill(blind, 0.0), out, dq, dk, dv)
+    wanted = (expected_lse.masked_fill(blind, 0.0), expected, *expected_gradients)
+    for name, x, e in zip(("lse", "out", "dq", "dk", "dv"), results, wanted, strict=True):
+        error = (x.double() - e).abs().max() / e.abs().max().clamp(min=1.0)
+        assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("s", [1, 3, 17, 129])
+@pytest.mark.parametrize("window", [None, 1, 2, 16, 128, 1000])
+def test_causal_and_windowed(kernel, s, window):
+    check(KERNELS[kernel](), Mask(window=window), s, s)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("s_q", "s_k"), [(1, 3), (17, 5), (3, 129)])
+def test_all_keys_of_another_block(kernel, s_q, s_k):
+    check(KERNELS[kernel](), Mask(causal=False), s_q, s_k)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("h", "g"), [(1, 1), (5, 5), (6, 2), (7, 1)])
+def test_shared_key_value_heads(kernel, h, g):
+    check(KERNELS[kernel](), Mask(), 17, 17, h=h, g=g, d=12)
+    check(KERNELS[kernel](), Mask(window=4), 17, 17, h=h, g=g, d=12)
+
+
+BOUNDS = ((0, 1, 4, 21, 38, 39), (0, 39)), ((0, 3, 20, 39), (0, 1, 2, 39))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("window", [None, 2, 16])
+def test_documents_of_each_sample(kernel, bounds, window):
+    segments = tuple(map(Segments.of, bounds))
+    check(KERNELS[kernel](), Mask(window=window, segments=segments), 39, 39)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_segments_without_queries_or_without_keys(kernel, causal):
+    """As where q and k are different blocks of the sequence."""
+    sizes = ((0, 3), (4, 0), (5, 5), (2, 2), (0, 1), (6, 6), (3, 0))
+    queries, keys = (
+        tuple(torch.tensor([0, *side]).cumsum(0).tolist()) for side in zip(*sizes, strict=True)
+    )
+    segments = Segments(queries=queries, keys=keys)
+    check(KERNELS[kernel](), Mask(causal=causal, segments=(segments,)), 20, 17, b=1)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_query_sees_a_key(kernel):
+    segments = Segments(queries=(0, 0, 5), keys=(0, 4, 4))
+    check(KERNELS[kernel](), Mask(causal=False, segments=(segments,)), 5, 4, b=1)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_dtypes(kernel, dtype):
+    segments = (Segments.of((0, 20, 129)), Segments.of((0, 129)))
+    check(KERNELS[kernel](), Mask(segments=segments), 129, 129, dtype=dtype)
+    check(KERNELS[kernel](), Mask(window=10), 129, 129, dtype=dtype)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_parts_of_the_keys_add_up(kernel):
+    """Backward against two blocks of keys, with the output of both, sums to the whole."""
+    torch.manual_seed(0)
+    kernel, mask = KERNELS[kernel](), Mask(causal=False)
+    q, d_out = (torch.randn(9, 1, 4, 8).double() for _ in range(2))
+    k, v = (torch.randn(13, 1, 2, 8).double() for _ in range(2))
+
+    def backward(k, v, out, lse):
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        kernel.backward(d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, mask=mask, scale=SCALE)
+        return dq, dk, dv
+
+    out = torch.empty_like(q)
+    lse = kernel.forward(q, k, v, out=out, mask=mask, scale=SCALE)
+    whole = backward(k, v, out, lse)
+    parts = [backward(k[rows], v[rows], out, lse) for rows in (slice(0, 5), slice(5, 13))]
+    (first_dq, *first), (second_dq, *second) = parts
+    summed = first_dq + second_dq, *map(torch.cat, zip(first, second, strict=True))
+    for x, e in zip(summed, whole, strict=True):
+        assert torch.allclose(x, e, atol=1e-12)

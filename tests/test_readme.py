@@ -1,0 +1,182 @@
+"""What the documents tell a reader to type, done as a reader would; and what they name, looked up.
+
+Every line of a bash block must have a check in ``CHECKS``. What a laptop can run is run as it
+stands. A command for GPUs is parsed for the number of ranks that it would start. The scripts that
+take minutes are read by bash; the tiny example is run by a test marked slow.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from megatron_untied.training.arguments import parse_arguments
+from megatron_untied.training.flags import FLAGS
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
+
+
+def commands(document: str) -> list[str]:
+    blocks = re.findall(r"^```bash\n(.*?)^```$", (ROOT / document).read_text(), re.M | re.S)
+    return [line for block in blocks for line in block.replace("\\\n", "").splitlines() if line]
+
+
+def run(command: str, folder: Path = ROOT, timeout: float = 280) -> str:
+    environment = os.environ | {  # noqa: TID251 - a shell needs one
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # noqa: TID251
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def trains(command: str) -> None:
+    assert re.search(r"validation loss at iteration\s+10 ", run(command))
+
+
+def parses(command: str) -> None:
+    words = shlex.split(command)
+    script = words.index("pretrain_gpt.py")
+    ranks = int(words[words.index("--nproc-per-node") + 1])
+    parse_arguments(words[script + 1 :], world_size=ranks)
+
+
+def is_a_script(command: str) -> None:
+    _, script, *arguments = shlex.split(command)
+    run(f"bash -n {script}")
+    for argument in arguments:  # of run.sh: a folder of tests, or pytest's own
+        assert argument == "--slow" or (ROOT / argument).is_dir(), argument
+
+
+def installs(command: str) -> None:
+    """Only what pip would read is checked: an installation takes minutes and a network."""
+    for word in shlex.split(command)[2:]:
+        Requirement(word)
+
+
+def starts_pre_commit(command: str) -> None:
+    assert command == "pre-commit install"
+    assert (ROOT / ".pre-commit-config.yaml").is_file()
+
+
+def runs_elsewhere(command: str) -> None:
+    """Where there is nothing that it could change."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(command, Path(folder))
+
+
+CHECKS = {
+    "source tools/environment.sh": run,
+    "bash ": is_a_script,
+    "python -m torch.distributed.run ": trains,
+    "torchrun ": parses,
+    "pip install ": installs,
+    "pre-commit ": starts_pre_commit,
+    "ruff ": runs_elsewhere,
+}
+
+
+def check(command: str) -> None:
+    checks = [check for start, check in CHECKS.items() if command.startswith(start)]
+    assert checks, f"no check for: {command}"
+    checks[0](command)
+
+
+@pytest.mark.parametrize("command", commands("README.md") + commands("CONTRIBUTING.md"))
+def test_command(command):
+    check(command)
+
+
+def test_the_readme_says_how_to_install_train_and_test():
+    starts = {command.split(" pretrain_gpt.py")[0] for command in commands("README.md")}
+    assert starts >= {
+        "source tools/environment.sh",
+        "bash examples/pretrain_tiny.sh",
+        "bash tests/run.sh",
+        "python -m torch.distributed.run --standalone --nproc-per-node 2",
+        "torchrun --standalone --nproc-per-node 8",
+    }
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "conda activate megatron",
+        "bash examples/no_such_script.sh",
+        "bash tests/run.sh tests/no_such_folder",
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layerz 2",
+        "pip install -r no_such_file.txt",
+        "ruff check --fix no_such_folder",
+    ],
+)
+def test_a_broken_command_fails(command):
+    with pytest.raises((AssertionError, ValueError)):
+        check(command)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_flags_that_are_named_exist(document):
+    code = re.findall(r"`(--[^`]+)`", (ROOT / document).read_text())
+    named = {word for text in code for word in text.split() if word.startswith("--")}
+    known = {name for flags in FLAGS.values() for name, _ in flags}
+    assert named <= known | {"--slow", "--help"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_that_are_named_exist(document):
+    text = (ROOT / document).read_text()
+    named = re.findall(r"`([\w./]+(?:\.(?:py|sh|txt|md)|/))`|\]\(((?!https:)[^)]+)\)", text)
+    for path in {code or link for code, link in named}:
+        places = [ROOT, ROOT / "megatron_untied", ROOT / "megatron_untied/context_parallel"]
+        assert any((place / path).exists() for place in places), path
+
+
+def test_the_tree_of_files_is_complete():
+    tree = re.search(r"## Files\n+```\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    told, folder = {}, ""
+    for line in tree.splitlines():
+        path, _, purpose = line.strip().partition(" ")
+        folder = folder if line.startswith(" ") else path
+        told[path if path == folder else folder + path] = purpose.strip()
+    for path in told:
+        assert (ROOT / path).exists(), path
+    listed = [*ROOT.glob("megatron_untied/*"), *ROOT.glob("tools/*"), *ROOT.glob("examples/*")]
+    for path in listed:
+        if path.name not in ("__init__.py", "__pycache__"):
+            relative = f"{path.relative_to(ROOT)}{'/' * path.is_dir()}"
+            assert told.get(relative), f"{relative} has no purpose in README.md"
+
+
+def test_gpu_requirements_can_be_read():
+    lines = (ROOT / "requirements-gpu.txt").read_text().splitlines()
+    names = [Requirement(line).name for line in lines if line and not line.startswith("#")]
+    assert names == ["transformer-engine", "flash-attn"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_tiny_example(tmp_path):
+    out = tmp_path / "tiny"
+    said = run(f"bash examples/pretrain_tiny.sh {out}", timeout=1700)
+    assert "unigram entropy of the corpus" in said
+    assert (out / "loss.png").stat().st_size > 10_000
+    assert (out / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "80"
+    assert list((out / "tensorboard").iterdir())
+    losses = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in losses if "lm_loss" in line] == list(range(1, 81))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a 3 M parameter Llama-style model on the Python standard library's sources, on any machine:
+# Trains a 2 M parameter Llama-style model on the Python standard library's sources, on any machine:
 # two ranks share each sequence of 4096 tokens, two query heads are exchanged at a time.
 #
 #   bash examples/pretrain_tiny.sh [OUTPUT_FOLDER] [further flags of pretrain_gpt.py]
@@ -11,9 +11,9 @@ source tools/environment.sh
 
 OUT=runs/tiny
 if [[ $# -gt 0 && "$1" != --* ]]; then OUT="$1"; shift; fi
-ITERATIONS=60
-RESUMED_ITERATIONS=20
-VOCABULARY=4096
+ITERATIONS=120
+RESUMED_ITERATIONS=40
+VOCABULARY=2048
 mkdir -p "$OUT"
 
 echo "== corpus, tokenizer, token files"
@@ -47,11 +47,11 @@ PARALLEL_ARGS=(
 BATCH_ARGS=(
     --seq-length 4096
     --micro-batch-size 1
-    --global-batch-size 2
-    --lr 3e-3
-    --min-lr 3e-4
+    --global-batch-size 1
+    --lr 2e-3
+    --min-lr 2e-4
     --lr-decay-style cosine
-    --lr-warmup-iters 5
+    --lr-warmup-iters 10
     --lr-decay-iters $((ITERATIONS + RESUMED_ITERATIONS))
     --weight-decay 0.1
     --adam-beta2 0.95
@@ -65,10 +65,10 @@ DATA_ARGS=(
 )
 OUTPUT_ARGS=(
     --save "$OUT/checkpoints"
-    --save-interval 20
-    --eval-interval 20
-    --eval-iters 2
-    --log-interval 5
+    --save-interval 40
+    --eval-interval 40
+    --eval-iters 4
+    --log-interval 10
     --metrics-jsonl "$OUT/metrics.jsonl"
     --tensorboard-dir "$OUT/tensorboard"
 )

@@ -80,9 +80,7 @@ def megatron_to_hf(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-shard-gb {args.max_shard_gb} must be above 0, such as 5")
     source = Export.open(args.load, args.ckpt_step, DTYPES.get(args.dtype))
     with progress_bar("exporting", source.num_bytes) as advance:
-        copied = source.write(
-            args.hf_path, advance, max_shard_bytes=int(args.max_shard_gb * 10**9)
-        )
+        copied = source.write(args.hf_path, advance, max_shard_bytes=int(args.max_shard_gb * 10**9))
     print(f"{args.hf_path}: {source.num_bytes:,} bytes; {describe(copied)}")
 
 

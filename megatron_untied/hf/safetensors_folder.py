@@ -11,6 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_untied.checkpoint.directory import read_json
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {
@@ -95,7 +97,7 @@ def _files(folder: Path) -> dict[Path, list[str]]:
     index = folder / INDEX
     if index.is_file():
         placed: dict[Path, list[str]] = {}
-        for name, file in json.loads(index.read_text())["weight_map"].items():
+        for name, file in read_json(index).get("weight_map", {}).items():
             placed.setdefault(folder / file, []).append(name)
         if missing := [path.name for path in placed if not path.is_file()]:
             raise ValueError(
@@ -115,7 +117,7 @@ def _read_header(path: Path) -> dict[str, TensorSpec]:
     specs = {}
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
+            for name in file.keys():
                 view = file.get_slice(name)
                 if view.get_dtype() not in DTYPES:
                     raise ValueError(

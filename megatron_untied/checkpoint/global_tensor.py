@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatron_untied.checkpoint.sequential_writer import SequentialWriter
+from megatron_untied.sharding.boxes import Box
 from megatron_untied.sharding.parameter_layout import Piece
 
 BLOCK_ELEMENTS = 1 << 24
@@ -63,13 +66,21 @@ class GlobalTensor:
         ]
 
 
-def in_blocks(pieces: Iterable[Piece]) -> Iterable[Piece]:
-    """The same pieces, cut along their first dimension to at most ``BLOCK_ELEMENTS``."""
+def in_blocks(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The same pieces, cut by :func:`row_blocks`."""
     for piece in pieces:
-        rows_at_once = max(1, BLOCK_ELEMENTS // math.prod(piece.tensor.shape[1:]))
-        for number, block in enumerate(piece.tensor.split(rows_at_once)):
-            row = piece.offsets[0] + number * rows_at_once
-            yield Piece((row, *piece.offsets[1:]), block)
+        for box in row_blocks(Box(piece.offsets, tuple(piece.tensor.shape))):
+            inside = box.shifted([-offset for offset in piece.offsets])
+            yield Piece(box.offsets, inside.view(piece.tensor))
+
+
+def row_blocks(box: Box) -> Iterator[Box]:
+    """``box`` in order, cut along its first dimension to at most ``BLOCK_ELEMENTS``."""
+    start, num_rows = box.offsets[0], box.sizes[0]
+    at_once = max(1, BLOCK_ELEMENTS // math.prod(box.sizes[1:]))
+    for row in range(0, num_rows, at_once):
+        rows = min(at_once, num_rows - row)
+        yield Box((start + row, *box.offsets[1:]), (rows, *box.sizes[1:]))
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
@@ -79,7 +90,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
         CheckpointException: on every rank, if any of them could not write, or if the pieces of all
             ranks do not make up the tensors.
     """
-    with _one_process_is_enough():
+    with _with_or_without_ranks():
         dcp.save(dict(tensors), storage_writer=SequentialWriter(folder), planner=_SavePlanner())
 
 
@@ -104,7 +115,7 @@ class TensorReader:
 
     def read(self, tensors: Mapping[str, GlobalTensor]) -> None:
         """See :func:`read_tensors`."""
-        with _one_process_is_enough():
+        with _with_or_without_ranks():
             dcp.load(dict(tensors), storage_reader=self._reader, planner=_LoadPlanner())
 
 
@@ -141,8 +152,15 @@ class _IndexedReader(dcp.FileSystemReader):
 
 
 @contextmanager
-def _one_process_is_enough() -> Iterator[None]:
-    """DCP warns where there is no process group; a converter needs none."""
+def _with_or_without_ranks() -> Iterator[None]:
+    """A converter is one process without a process group: no warning, and errors as they are."""
+    if dist.is_initialized():
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            ((failure, _),) = error.failures.values()
+            raise failure from error

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from megatron_untied.checkpoint.compatibility import TensorFiles
 from megatron_untied.checkpoint.directory import find_checkpoint
-from megatron_untied.checkpoint.global_tensor import GlobalTensor, TensorReader
+from megatron_untied.checkpoint.global_tensor import GlobalTensor, TensorReader, row_blocks
 from megatron_untied.checkpoint.run_config import model_config_of
 from megatron_untied.config import ModelConfig
 from megatron_untied.hf.config import model_config_to_hf
 from megatron_untied.hf.importing import Advance
 from megatron_untied.hf.names import hf_layouts
-from megatron_untied.hf.row_blocks import row_blocks
 from megatron_untied.hf.safetensors_folder import TensorSpec, write_safetensors_folder
 from megatron_untied.hf.tokenizer_files import (
     CONFIG,

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from megatron_untied.checkpoint import Progress
 from megatron_untied.checkpoint import directory as disk
-from megatron_untied.checkpoint.global_tensor import GlobalTensor, write_tensors
+from megatron_untied.checkpoint.global_tensor import GlobalTensor, row_blocks, write_tensors
 from megatron_untied.checkpoint.run_config import write_run_config
 from megatron_untied.checkpoint.state import StoredState
 from megatron_untied.config import ModelConfig
 from megatron_untied.hf.config import model_config_from_hf
 from megatron_untied.hf.names import EMBEDDING, OUTPUT, hf_layouts, require_partners
-from megatron_untied.hf.row_blocks import row_blocks
 from megatron_untied.hf.safetensors_folder import SafetensorsFolder, TensorSpec
 from megatron_untied.hf.tokenizer_files import CONFIG, FOLDER, copy_small_files, read_config
-from megatron_untied.sharding.parameter_layout import Box, ParameterLayout
+from megatron_untied.sharding.boxes import Box
+from megatron_untied.sharding.parameter_layout import ParameterLayout
 
 Advance = Callable[[int], None]
 """Told about every so many bytes that are done."""

@@ -11,6 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_untied.checkpoint.directory import read_json
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {
@@ -95,7 +97,7 @@ def _files(folder: Path) -> dict[Path, list[str]]:
     index = folder / INDEX
     if index.is_file():
         placed: dict[Path, list[str]] = {}
-        for name, file in json.loads(index.read_text())["weight_map"].items():
+        for name, file in read_json(index).get("weight_map", {}).items():
             placed.setdefault(folder / file, []).append(name)
         if missing := [path.name for path in placed if not path.is_file()]:
             raise ValueError(

@@ -4,11 +4,11 @@ A converted checkpoint keeps them in ``tokenizer/`` beside its iterations, where
 ``--tokenizer-type HuggingFaceTokenizer --tokenizer-model SAVE/tokenizer`` finds them.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from megatron_untied.checkpoint.directory import read_json
 from megatron_untied.checkpoint.run_config import RUN_CONFIG
 
 FOLDER = "tokenizer"
@@ -46,7 +46,7 @@ def tokenizer_folder(directory: Path, checkpoint: Path) -> Path | None:
     """
     if (directory / FOLDER).is_dir():
         return directory / FOLDER
-    data = json.loads((checkpoint / RUN_CONFIG).read_text()).get("data", {})
+    data = read_json(checkpoint / RUN_CONFIG).get("data", {})
     if data.get("tokenizer_type") != "HuggingFaceTokenizer":
         return None
     folder = Path(data["tokenizer_model"])
@@ -59,10 +59,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is missing or not JSON.
     """
-    path = folder / CONFIG
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: {folder} is not a Hugging Face model's folder")
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder / CONFIG} is missing: {folder} is no Hugging Face model folder")
+    return read_json(folder / CONFIG)

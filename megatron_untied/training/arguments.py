@@ -149,12 +149,15 @@ def _model(given: Values, values: Values, data: DataConfig) -> ModelConfig:
     tokenizer = build_tokenizer(
         data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size
     )
-    if values["use_checkpoint_args"] and tokenizer.vocab_size != stored.vocab_size:
+    if not values["use_checkpoint_args"]:
+        return replace(model, vocab_size=tokenizer.vocab_size)
+    if tokenizer.vocab_size > stored.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the checkpoint in "
             f"{values['load']} {stored.vocab_size}; give the tokenizer it was trained with"
         )
-    return replace(model, vocab_size=tokenizer.vocab_size)
+    # Models may have rows that no token uses; their softmax goes over them all the same.
+    return replace(model, vocab_size=stored.vocab_size)
 
 
 def _derived(values: Values) -> dict[str, Any]:

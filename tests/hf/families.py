@@ -22,6 +22,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -50,8 +51,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     ),
     "mistral": MistralConfig(
         **SHARED, hidden_size=40, intermediate_size=52, **heads(8, 2), head_dim=10,
-        sliding_window=None,
-        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+        sliding_window=None, rope_parameters=LINEAR,
     ),
     "qwen2.5": Qwen2Config(**SHARED, hidden_size=56, intermediate_size=76, **heads(28, 4)),
     "qwen2-tied": Qwen2Config(

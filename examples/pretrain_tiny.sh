@@ -11,8 +11,8 @@ source tools/environment.sh
 
 OUT=runs/tiny
 if [[ $# -gt 0 && "$1" != --* ]]; then OUT="$1"; shift; fi
-ITERATIONS=120
-RESUMED_ITERATIONS=40
+ITERATIONS=90
+RESUMED_ITERATIONS=30
 VOCABULARY=2048
 mkdir -p "$OUT"
 
@@ -65,8 +65,8 @@ DATA_ARGS=(
 )
 OUTPUT_ARGS=(
     --save "$OUT/checkpoints"
-    --save-interval 40
-    --eval-interval 40
+    --save-interval 30
+    --eval-interval 30
     --eval-iters 4
     --log-interval 10
     --metrics-jsonl "$OUT/metrics.jsonl"

@@ -6,13 +6,14 @@ import torch
 from megatron_untied.config import RotaryConfig
 from megatron_untied.context_parallel.attend import LocalAttention
 from megatron_untied.context_parallel.head_schedule import head_schedule, legal_heads_per_chunk
-from megatron_untied.context_parallel.kernels import CpuFlash, Mask
+from megatron_untied.context_parallel.kernels import CpuFlash, Mask, Segments
 from megatron_untied.context_parallel.layout import SequenceLayout
 from megatron_untied.context_parallel.self_attention import attention_backward, attention_forward
 from megatron_untied.context_parallel.untied import UntiedUlysses
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.rope import RotaryTable
 from tests.context_parallel import reference
+from tests.context_parallel.kernels import plain
 from tests.distributed import rank_shard, run_on_ranks
 
 D = 8
@@ -20,15 +21,22 @@ D = 8
 TOLERANCE = 2e-7
 
 
-def check_against_reference(group, h, g, n, b, overlap):
+def packed(s: int) -> Mask:
+    """Documents of 1, 3, 4, 1 tokens and the rest in a sample, and a single one in the next."""
+    bounds = (*(x for x in (0, 1, 4, 8, 9) if x < s), s)
+    return Mask(segments=(Segments.of(bounds), Segments.of((0, s))))
+
+
+def check_against_reference(group, h, g, n, b, overlap, mask):
     torch.manual_seed(0)
     p = group.size()
     q, k, v, d_out = (torch.randn(p * n, b, heads, D).double() for heads in (h, g, g, h))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = reference.attention(*map(reference.rotate, leaves[:2]), leaves[2])
+    mask, scale = mask(p * n), D**-0.5
+    expected, _ = plain.attention(*map(reference.rotate, leaves[:2]), leaves[2], mask, scale)
     gradients = torch.autograd.grad(expected, leaves, d_out)
 
-    attend = LocalAttention(CpuFlash(), Mask(), D**-0.5)
+    attend = LocalAttention(CpuFlash(), mask, scale)
     positions = SequenceLayout(num_ulysses=p, rank=group.rank()).positions(n)
     rotary = RotaryTable(RotaryConfig(), D).at(positions)
     workspace = Workspace()
@@ -47,13 +55,19 @@ def check_against_reference(group, h, g, n, b, overlap):
             assert error < TOLERANCE, f"{name}, chunk {chunk}: {error:.1e}"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+def whole(s: int) -> Mask:
+    """One document a sample."""
+    return Mask()
+
+
+@pytest.mark.parametrize(("overlap", "mask"), [(False, whole), (True, whole), (True, packed)])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "heads", [(8, 8), (8, 2), (8, 1), (6, 2), (28, 4), (12, 3), (5, 5), (3, 1)]
 )
-def test_every_chunk_size_equals_plain_attention(heads, world_size, overlap):
-    run_on_ranks(check_against_reference, world_size, *heads, n=5, b=2, overlap=overlap)
+def test_every_chunk_size_equals_plain_attention(heads, world_size, overlap, mask):
+    check, sizes = check_against_reference, {"n": 5, "b": 2}
+    run_on_ranks(check, world_size, *heads, **sizes, overlap=overlap, mask=mask)
 
 
 def check_buffers_are_reused(group):

@@ -7,6 +7,7 @@ relative after ten steps of Adam, which turns rounding of tiny gradients into wh
 import pytest
 
 from megatron_untied.training.metrics import read_metrics
+from tests.data.corpus import random_documents, write_token_files
 from tests.distributed import run_on_ranks
 from tests.training.tiny_run import train
 
@@ -80,6 +81,31 @@ def test_every_kind_of_parameter_is_trained_alike(tmp_path):
     one_rank = curve(tmp_path / "one", 1, **others)
     for name, flags in (("plain", {}), ("sequence", SEQUENCE)):
         require_same(curve(tmp_path / name, 4, **CONTEXT, **TENSOR, **flags, **others), one_rank)
+
+
+def test_packed_documents_are_trained_on_alike(tmp_path):
+    """Documents of 1 to 40 tokens in samples of 64, cut at whatever place a rank's share ends."""
+    documents = random_documents(300, vocab_size=250, eod=250)
+    data = {"mock_data": None, "data_path": write_token_files(tmp_path / "tokens", documents),
+            "train_iters": 5}  # fmt: skip
+    packed = data | dict.fromkeys(
+        ("reset_position_ids", "dataloader_inter_document_masking", "eod_mask_loss"), True
+    )
+    one_rank = curve(tmp_path / "one", 1, **packed)
+    for name, world_size, flags in (
+        ("cp4", 4, {"context_parallel_size": 4, "attention_backend": "local"}),
+        ("streamed", 2, CONTEXT | STREAMED | {"cp_heads_per_chunk": 2, "micro_batch_size": 2}),
+        ("tp2", 4, CONTEXT | TENSOR | SEQUENCE | STREAMED),
+    ):
+        require_same(curve(tmp_path / name, world_size, **flags, **packed), one_rank)
+    joined = curve(tmp_path / "joined", 1, eod_mask_loss=True, **data)
+    assert joined[0]["lm_loss"] != pytest.approx(one_rank[0]["lm_loss"], rel=1e-4)
+
+
+def test_windows_are_trained_alike(tmp_path):
+    window = {"window_size": "9,0", "train_iters": 3}
+    one_rank = curve(tmp_path / "one", 1, **window)
+    require_same(curve(tmp_path / "cp2", 2, **CONTEXT, **STREAMED, **window), one_rank)
 
 
 def require_same(shared: list[dict], one_rank: list[dict]) -> None:

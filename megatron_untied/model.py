@@ -164,6 +164,7 @@ def attention_parts(
 ) -> AttentionParts:
     """What the attention modules of one model share: layout, rotary table, kernel, buffers."""
     ulysses, ring = context_parallel_groups(parallel, groups)
+    assert groups.cp.size() == parallel.context_parallel_size
     return AttentionParts(
         layout=SequenceLayout.of(parallel, rank=groups.cp.rank()),
         ulysses=ulysses,

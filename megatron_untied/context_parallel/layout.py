@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_untied.config import ParallelConfig
 
+
 @dataclass(frozen=True, kw_only=True)
 class SequenceLayout:
     """The shards of one context-parallel group, seen from one rank."""

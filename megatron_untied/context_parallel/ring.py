@@ -62,9 +62,7 @@ def ring_steps(rank: int, num_ring: int, block_size: int) -> list[RingStep]:
         queries, keys = _visible(rank, owner, block_size)
         _, lent = _visible(reader, rank, block_size)
         steps.append(
-            RingStep(
-                index=index, owner=owner, queries=queries, keys=keys, reader=reader, lent=lent
-            )
+            RingStep(index=index, owner=owner, queries=queries, keys=keys, reader=reader, lent=lent)
         )
     return steps
 

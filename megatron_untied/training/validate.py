@@ -26,7 +26,10 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _memory(config)
     yield from _tensor_parallel(config)
     wrong_sizes = list(_hierarchical_sizes(config.parallel))
-    yield from wrong_sizes or _context_parallel(config)
+    yield from wrong_sizes
+    if not wrong_sizes:
+        yield from _context_parallel(config)
+        yield from _heads_per_chunk(config)
     yield from _batch(config, world_size)
     yield from _schedule(config.schedule)
     for name, beta in (
@@ -134,17 +137,20 @@ def _context_parallel(config: RunConfig) -> Iterator[str]:
             f"--seq-length {s} does not divide over {over} ranks{blocks}; "
             f"{_multiple(s, divisor)} does"
         )
-    u = parallel.heads_per_chunk
+
+
+def _heads_per_chunk(config: RunConfig) -> Iterator[str]:
+    u, num_ulysses = config.parallel.heads_per_chunk, config.parallel.num_ulysses_and_ring[0]
     if u == "all":
         return
-    num_ulysses = layout.num_ulysses
     if u % num_ulysses:
         yield (
             f"--cp-heads-per-chunk {u} is not a multiple of {num_ulysses}, the ranks that trade "
             "sequence for heads: each attends with as many heads as the others; "
             f"{_multiple(u, num_ulysses)} works"
         )
-    heads_a_rank = config.model.num_attention_heads // parallel.tensor_model_parallel_size
+    t = config.parallel.tensor_model_parallel_size
+    heads_a_rank = config.model.num_attention_heads // t
     most = -(-heads_a_rank // num_ulysses) * num_ulysses
     if u > most:
         yield (

@@ -1,5 +1,7 @@
 """Attention over a ring, alone and behind an exchange of heads, against the whole sequence."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from megatron_untied.rope import RotaryTable
 from tests.context_parallel import reference
 from tests.context_parallel.kernels import plain
 from tests.distributed import run_on_ranks
+from tests.models import TINY, batch, make_model, parallel_groups
 
 D = 4
 SCALE = 0.4
@@ -116,9 +119,7 @@ def relative_errors(case, results, layout):
     expected = (layout.shard(e, dim=0) for e in case.expected)
     return {
         name: ((x - mine).abs().max() / whole.abs().max()).item()
-        for name, x, mine, whole in zip(
-            case.names, results, expected, case.expected, strict=True
-        )
+        for name, x, mine, whole in zip(case.names, results, expected, case.expected, strict=True)
     }
 
 
@@ -209,8 +210,7 @@ def check_timing(group):
     layout = SequenceLayout(num_ulysses=1, num_ring=group.size(), rank=group.rank())
     case = Case(4, 2, 2 * group.size() * 3, packed=True)
     usual, *others = (
-        ring_results(case, kind(group), layout, Workspace())
-        for kind in (Ring, LateRing, EarlyRing)
+        ring_results(case, kind(group), layout, Workspace()) for kind in (Ring, LateRing, EarlyRing)
     )
     assert all(map(torch.equal, usual, others[0]))
     assert all(map(torch.equal, usual, others[1]))
@@ -277,6 +277,28 @@ def size(x: torch.Tensor) -> int:
 @pytest.mark.parametrize("num_ring", [2, 3, 4])
 def test_buffers_and_traffic_are_as_documented(num_ring):
     run_on_ranks(check_buffers_and_traffic, num_ring)
+
+
+def loss_and_gradients(parallel, groups, data):
+    model = make_model(parallel=parallel, groups=groups)
+    layout = SequenceLayout.of(parallel, rank=groups.cp.rank())
+    loss = model(**{name: layout.shard(x) for name, x in data.items()})
+    loss.backward()
+    return loss, *(p.grad for p in model.parameters())
+
+
+def check_one_level_is_the_pure_form(group):
+    data = batch(TINY, s=24, b=2)
+    for comm_type, sizes in (("a2a", (4, 1)), ("p2p", (1, 4))):
+        pure = ParallelConfig(context_parallel_size=4, cp_comm_type=comm_type)
+        hybrid = replace(pure, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=sizes)
+        groups = parallel_groups(hybrid)
+        results = (loss_and_gradients(each, groups, data) for each in (pure, hybrid))
+        assert all(map(torch.equal, *results))
+
+
+def test_a_hierarchy_of_one_level_is_the_pure_form_bit_for_bit():
+    run_on_ranks(check_one_level_is_the_pure_form, 4)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def get_batch(samples: dict[str, Tensor], config, groups) -> Batch:
     Labels are cut from the whole sequence too, so a shard's last label is the next shard's token.
     So are documents: attention is over the whole sequence, whatever this rank's share of it.
     """
-    data, layout = config.data, SequenceLayout(num_ulysses=groups.cp.size(), rank=groups.cp.rank())
+    data, layout = config.data, SequenceLayout.of(config.parallel, rank=groups.cp.rank())
     shard = {name: layout.shard(x).to(device.current_device()) for name, x in samples.items()}
     masked = data.dataloader_inter_document_masking
     return Batch(

@@ -85,6 +85,14 @@ class ParallelConfig:
     cp_overlap: bool = True
     """Exchange the next chunk while this one attends: a second set of chunk buffers."""
 
+    @property
+    def num_ulysses_and_ring(self) -> tuple[int, int]:
+        """Ranks that trade sequence for heads (A), and ranks that trade blocks (P): p = A x P."""
+        p = self.context_parallel_size
+        return {"a2a": (p, 1), "p2p": (1, p)}.get(
+            self.cp_comm_type, self.hierarchical_context_parallel_sizes
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryConfig:

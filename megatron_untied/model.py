@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_untied.backends import Backend, TransformerImpl, choose_backend
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
@@ -28,6 +29,7 @@ from megatron_untied.context_parallel.kernels import (
     choose_kernel,
 )
 from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.context_parallel.ring import Ring
 from megatron_untied.context_parallel.self_attention import (
     AttentionParts,
     UntiedUlyssesSelfAttention,
@@ -161,8 +163,12 @@ def attention_parts(
     kernel: AttentionKernel,
 ) -> AttentionParts:
     """What the attention modules of one model share: layout, rotary table, kernel, buffers."""
+    ulysses, ring = context_parallel_groups(parallel, groups)
+    assert groups.cp.size() == parallel.context_parallel_size
     return AttentionParts(
-        layout=SequenceLayout(num_ulysses=groups.cp.size(), rank=groups.cp.rank()),
+        layout=SequenceLayout.of(parallel, rank=groups.cp.rank()),
+        ulysses=ulysses,
+        ring=ring and Ring(ring),
         heads_per_chunk=parallel.heads_per_chunk,
         overlap=parallel.cp_overlap,
         kernel=kernel,
@@ -170,6 +176,19 @@ def attention_parts(
         rotary=RotaryTable(model.rotary, model.kv_channels),
         workspace=Workspace(),
     )
+
+
+def context_parallel_groups(
+    parallel: ParallelConfig, groups: ProcessGroupCollection
+) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """The ranks that trade sequence for heads, and those of the ring; None is one rank alone."""
+    num_ulysses, num_ring = parallel.num_ulysses_and_ring
+    if num_ring == 1:
+        return groups.cp, None
+    if num_ulysses == 1:
+        return None, groups.cp
+    ulysses, ring = groups.hcp
+    return ulysses, ring
 
 
 def layer_spec(

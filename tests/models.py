@@ -36,6 +36,7 @@ def parallel_groups(parallel: ParallelConfig) -> ProcessGroupCollection:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
+        hierarchical_context_parallel_sizes=parallel.hierarchical_context_parallel_sizes,
     )
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     return ProcessGroupCollection.use_mpu_process_groups()

@@ -32,11 +32,21 @@ MEMORIES = {
     ),
     "full in groups": MemoryConfig(recompute_granularity="full", recompute_num_layers=3),
 }
-PARALLEL = {
-    1: ParallelConfig(),
-    2: ParallelConfig(context_parallel_size=2, heads_per_chunk=2),
-    4: ParallelConfig(context_parallel_size=4, heads_per_chunk=4),
+ULYSSES = {
+    "1 rank": ParallelConfig(),
+    "Ulysses 2": ParallelConfig(context_parallel_size=2, heads_per_chunk=2),
+    "Ulysses 4": ParallelConfig(context_parallel_size=4, heads_per_chunk=4),
 }
+RINGS = {
+    "ring 4": ParallelConfig(context_parallel_size=4, cp_comm_type="p2p", heads_per_chunk=3),
+    "ring 2 of Ulysses 2": ParallelConfig(
+        context_parallel_size=4,
+        cp_comm_type="a2a+p2p",
+        hierarchical_context_parallel_sizes=(2, 2),
+        heads_per_chunk=2,
+    ),
+}
+PARALLEL = ULYSSES | RINGS
 TENSOR = ParallelConfig(
     context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True
 )
@@ -97,9 +107,13 @@ def check_packed(group, parallel, names):
             assert error < TOLERANCE, f"{name}, {parameter}: {error:.1e}"
 
 
-@pytest.mark.parametrize("world_size", PARALLEL)
-def test_packed_documents_are_documents_alone(world_size):
-    run_on_ranks(check_packed, world_size, PARALLEL[world_size], list(MEMORIES))
+def run_with(check, parallel, *args):
+    run_on_ranks(check, parallel.context_parallel_size, parallel, *args)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_packed_documents_are_documents_alone(name):
+    run_with(check_packed, PARALLEL[name], list(MEMORIES))
 
 
 def check_logits_are_those_of_one_rank(group, parallel, config):
@@ -142,9 +156,9 @@ def check_positions(group, parallel):
             assert torch.equal(found, expected), name
 
 
-@pytest.mark.parametrize("world_size", PARALLEL)
-def test_tokens_are_rotated_to_the_positions_given(world_size):
-    run_on_ranks(check_positions, world_size, PARALLEL[world_size])
+@pytest.mark.parametrize("name", PARALLEL)
+def test_tokens_are_rotated_to_the_positions_given(name):
+    run_with(check_positions, PARALLEL[name])
 
 
 @torch.no_grad()
@@ -183,16 +197,14 @@ class Reach:
         return range(self.changed, min(self.changed + self.window, S))
 
 
-@pytest.mark.parametrize("world_size", PARALLEL)
+@pytest.mark.parametrize("name", PARALLEL)
 @pytest.mark.parametrize("changed", [0, 3, 12, 23])
-def test_a_token_changes_nothing_before_it_and_in_no_other_document(world_size, changed):
-    run_on_ranks(check_perturbations, world_size, PARALLEL[world_size], tiny(), True, changed,
-                 Reach(changed))  # fmt: skip
+def test_a_token_changes_nothing_before_it_and_in_no_other_document(name, changed):
+    run_with(check_perturbations, PARALLEL[name], tiny(), True, changed, Reach(changed))
 
 
-@pytest.mark.parametrize("world_size", PARALLEL)
+@pytest.mark.parametrize("name", ULYSSES)
 @pytest.mark.parametrize("window", [1, 5])
-def test_a_token_reaches_as_far_as_the_window(world_size, window):
+def test_a_token_reaches_as_far_as_the_window(name, window):
     config = tiny(num_layers=1, window_size=window)
-    run_on_ranks(check_perturbations, world_size, PARALLEL[world_size], config, False, 4,
-                 Reach(4, window))  # fmt: skip
+    run_with(check_perturbations, ULYSSES[name], config, False, 4, Reach(4, window))

@@ -28,9 +28,10 @@ class HeadExchange:
     be waited for before ``receive`` is read or ``send`` written; None is done already.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup | None):
+        """``group`` None is this rank alone."""
         self.group = group
-        self.size, self.rank = group.size(), group.rank()
+        self.size, self.rank = (group.size(), group.rank()) if group is not None else (1, 0)
         self.counter = ExchangeCounter()
 
     def to_heads(

@@ -3,10 +3,13 @@
 from torch import Tensor
 
 from megatron_untied.context_parallel.kernels import AttentionKernel, Mask
+from megatron_untied.context_parallel.key_value_gradients import GradientTarget
 
 
 class LocalAttention:
     """The whole sequence of its heads is on this rank: one kernel call."""
+
+    sums_gradients = False
 
     def __init__(self, kernel: AttentionKernel, mask: Mask, scale: float):
         self.kernel, self.mask, self.scale = kernel, mask, scale
@@ -25,10 +28,11 @@ class LocalAttention:
         lse: Tensor,
         *,
         dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        target: GradientTarget,
     ) -> None:
         """See :class:`.untied.Attend`."""
+        dk, dv = target.buffers()
         self.kernel.backward(
             d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, mask=self.mask, scale=self.scale
         )
+        target.add(dk, dv)

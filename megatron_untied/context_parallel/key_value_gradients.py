@@ -24,19 +24,59 @@ class _Sums:
         return [x[:, :, first : first + len(heads)] for x in self.tensors]
 
 
+@dataclass(frozen=True, slots=True)
+class GradientTarget:
+    """Where attention leaves the gradients of some keys and values: [s, b, len(heads), d] each."""
+
+    heads: range
+    sums: _Sums
+    scratch: ChunkBuffers
+
+    def buffers(self, index: int = 0) -> list[Tensor]:
+        """Where a kernel is to write dk and dv, to be added.
+
+        ``index`` 1 are others than ``index`` 0, for who still needs what he wrote there.
+        """
+        sums_are_narrow = self.sums.tensors[0].dtype == self.scratch.like.dtype
+        if sums_are_narrow and self.sums.started.isdisjoint(self.heads):
+            return self.sums.columns(self.heads)
+        names = (("dk", "dv"), ("dk_second", "dv_second"))[index]
+        return [self.scratch.head_side(name, len(self.heads)) for name in names]
+
+    def add(self, dk: Tensor, dv: Tensor, *, rows: slice | None = None) -> None:
+        """Add gradients of all tokens, or after those of ``rows`` [len(rows), b, heads, d]."""
+        started = not self.sums.started.isdisjoint(self.heads)
+        assert started or rows is None, "nothing of the other rows would ever be written"
+        for total, part in zip(self.sums.columns(self.heads), (dk, dv), strict=True):
+            if started:
+                total[rows or slice(None)].add_(part)
+            elif part.data_ptr() != total.data_ptr():
+                total.copy_(part)
+        self.sums.started.update(self.heads)
+
+
 class KeyValueGradients:
     """dK and dV of one attention call.
 
-    A head that a rank uses in several chunks, or that several ranks use, is summed in at least
-    fp32, so that rounding does not grow with the number of chunks. Where each head is used once
-    the kernel writes straight into what is sent, in the dtype it computes in.
+    A head that a rank uses in several kernel calls, or that several ranks use, is summed in at
+    least fp32, so that rounding does not grow with their number. Where each head is used once the
+    kernel writes straight into what is sent, in the dtype it computes in.
     """
 
-    def __init__(self, schedule: HeadSchedule, exchange: HeadExchange, buffers: ChunkBuffers):
+    def __init__(
+        self,
+        schedule: HeadSchedule,
+        exchange: HeadExchange,
+        buffers: ChunkBuffers,
+        *,
+        summed: bool,
+    ):
+        """``summed``: whether attention adds several parts for one head in one chunk already."""
         self.exchange, self.buffers = exchange, buffers
         dtype = buffers.like.dtype
         wide = torch.promote_types(dtype, torch.float32)
-        self._sum_dtype = wide if schedule.kv_heads_in_many_chunks(exchange.rank) else dtype
+        summed = summed or schedule.kv_heads_in_many_chunks(exchange.rank)
+        self._sum_dtype = wide if summed else dtype
         self._sums: list[_Sums] = []
         self._home_dtype = wide if schedule.shares_kv_heads else dtype
         self._home_shape = (2, buffers.n, buffers.b, schedule.num_kv_heads, buffers.d)
@@ -55,22 +95,9 @@ class KeyValueGradients:
             tensors = (self.buffers.head_side(x, size, self._sum_dtype) for x in names)
             self._sums.append(_Sums(turn.load, tuple(tensors)))
 
-    def buffers_for(self, heads: range) -> list[Tensor]:
-        """Where the kernel is to write dk and dv of ``heads``: [s, b, len(heads), d] each."""
-        sums = self._find(heads)
-        if self._sum_dtype == self.buffers.like.dtype and sums.started.isdisjoint(heads):
-            return sums.columns(heads)
-        return [self.buffers.head_side(name, len(heads)) for name in ("dk", "dv")]
-
-    def add(self, heads: range, parts: list[Tensor]) -> None:
-        """Add what the kernel wrote into the buffers for ``heads``."""
-        sums = self._find(heads)
-        for total, part in zip(sums.columns(heads), parts, strict=True):
-            if not sums.started.isdisjoint(heads):
-                total.add_(part)
-            elif part.data_ptr() != total.data_ptr():
-                total.copy_(part)
-        sums.started.update(heads)
+    def target(self, heads: range) -> GradientTarget:
+        """Where the gradients of ``heads`` go."""
+        return GradientTarget(heads, self._find(heads), self.buffers)
 
     def send_home(self, chunk: LoadedChunk, scratch: str) -> None:
         """Send the heads finished in ``chunk`` to the ranks whose tokens they are. Collective.

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_untied.config import ParallelConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceLayout:
@@ -21,6 +23,12 @@ class SequenceLayout:
     rank: int = 0
     """In the whole group: ring rank * num_ulysses + Ulysses rank."""
     _positions: dict = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, *, rank: int = 0) -> "SequenceLayout":
+        """The layout that ``parallel`` asks for, seen from ``rank`` of the whole group."""
+        num_ulysses, num_ring = parallel.num_ulysses_and_ring
+        return cls(num_ulysses=num_ulysses, num_ring=num_ring, rank=rank)
 
     @property
     def size(self) -> int:
@@ -58,9 +66,14 @@ class SequenceLayout:
 
     def _own(self, n: int) -> Tensor:
         ring, ulysses = divmod(self.rank, self.num_ulysses)
-        block = n * self.num_ulysses // 2
         if self.num_ring == 1:  # both blocks together, whatever their parity
             return torch.arange(ulysses * n, (ulysses + 1) * n)
-        late = 2 * self.num_ring - 1 - ring
-        pair = [torch.arange(i * block, (i + 1) * block) for i in (ring, late)]
-        return torch.cat(pair)[ulysses * n : (ulysses + 1) * n]
+        blocks = ring_blocks(ring, self.num_ring, block_size=n * self.num_ulysses // 2)
+        pair = torch.cat([torch.arange(each.start, each.stop) for each in blocks])
+        return pair[ulysses * n : (ulysses + 1) * n]
+
+
+def ring_blocks(ring_rank: int, num_ring: int, *, block_size: int) -> tuple[range, range]:
+    """Positions of the early and of the late block of a ring rank."""
+    early, late = (i * block_size for i in (ring_rank, 2 * num_ring - 1 - ring_rank))
+    return range(early, early + block_size), range(late, late + block_size)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -18,6 +19,7 @@ from megatron_untied.context_parallel.head_major import (
 from megatron_untied.context_parallel.head_schedule import head_schedule
 from megatron_untied.context_parallel.kernels import AttentionKernel, Mask
 from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.context_parallel.ring import Ring, RingAttention
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.untied import Attend, UntiedUlysses
 from megatron_untied.context_parallel.workspace import Workspace
@@ -29,6 +31,10 @@ class AttentionParts:
     """What all attention modules of one model share; the layer spec hands it to each."""
 
     layout: SequenceLayout
+    ulysses: dist.ProcessGroup | None
+    """Ranks that trade their part of the sequence for heads; None is this one alone."""
+    ring: Ring | None
+    """Ranks that hold other blocks of the same heads; None is this one alone."""
     heads_per_chunk: int | Literal["all"]
     overlap: bool
     kernel: AttentionKernel
@@ -36,6 +42,13 @@ class AttentionParts:
     """Keys a query sees, itself included; None is all before it."""
     rotary: RotaryTable
     workspace: Workspace
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.ring is not None:
+            raise ValueError(
+                f"a window of {self.window} keys needs the whole sequence on a rank, and a ring "
+                "passes it on in blocks; give --cp-comm-type a2a, or no --window-size."
+            )
 
     def cos_sin(self, sequence: SequenceInfo, like: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Rows of the rotary table for this rank's n tokens, on the device of ``like``."""
@@ -68,17 +81,17 @@ class UntiedUlyssesSelfAttention(SelfAttention):
             config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection
         )
         self.parts = parts
-        group = self.pg_collection.cp
+        num_ulysses = parts.layout.num_ulysses
         self.ulysses = UntiedUlysses(
             head_schedule(
                 self.num_attention_heads_per_partition,
                 self.num_query_groups_per_partition,
-                group.size(),
+                num_ulysses,
                 parts.heads_per_chunk,
-                overlap=parts.overlap and group.size() > 1,
+                overlap=parts.overlap and num_ulysses > 1,
             ),
             self.hidden_size_per_attention_head,
-            group,
+            parts.ulysses,
             parts.workspace,
         )
 
@@ -98,15 +111,20 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         sequence = SequenceInfo.from_slot(packed_seq_params)
         q, k, v = self.get_query_key_value_tensors(hidden_states)  # [n, b, heads, d] each
         cos, sin = self.parts.cos_sin(sequence, q, len(q))
-        attend = self.local_attention(sequence)
+        attend = self.attention_over(sequence)
         out = _UntiedAttention.apply(q, k, v, cos, sin, self.ulysses, attend)
         return self.linear_proj(out.flatten(2))
 
-    def local_attention(self, sequence: SequenceInfo) -> LocalAttention:
-        """Attention over the whole sequence of this rank's heads."""
-        mask = Mask(window=self.parts.window, segments=sequence.documents)
+    def attention_over(self, sequence: SequenceInfo) -> Attend:
+        """Attention of this rank's heads over the whole sequence."""
+        parts, documents = self.parts, sequence.documents
         scale = self.hidden_size_per_attention_head**-0.5
-        return LocalAttention(self.parts.kernel, mask, scale)
+        if parts.ring is None:
+            mask = Mask(window=parts.window, segments=documents)
+            return LocalAttention(parts.kernel, mask, scale)
+        return RingAttention(
+            parts.kernel, parts.ring, parts.workspace, documents=documents, scale=scale
+        )
 
 
 class _UntiedAttention(torch.autograd.Function):

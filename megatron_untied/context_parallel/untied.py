@@ -14,7 +14,10 @@ from megatron_untied.context_parallel.all_to_all import HeadExchange
 from megatron_untied.context_parallel.chunk_loader import ChunkLoader, LoadedChunk, Projections
 from megatron_untied.context_parallel.head_major import HeadMajor
 from megatron_untied.context_parallel.head_schedule import HeadSchedule
-from megatron_untied.context_parallel.key_value_gradients import KeyValueGradients
+from megatron_untied.context_parallel.key_value_gradients import (
+    GradientTarget,
+    KeyValueGradients,
+)
 from megatron_untied.context_parallel.workspace import ChunkBuffers, Workspace
 
 LogSumExps = list[list[Tensor]]
@@ -23,6 +26,9 @@ LogSumExps = list[list[Tensor]]
 
 class Attend(Protocol):
     """Attention over what one rank holds after the exchange; see :mod:`.kernels`."""
+
+    sums_gradients: bool
+    """Whether several kernel calls add to the gradient of one key."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Tensor:
         """Write the attention output into ``out``; returns the log-sum-exp."""
@@ -37,10 +43,9 @@ class Attend(Protocol):
         lse: Tensor,
         *,
         dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        target: GradientTarget,
     ) -> None:
-        """Write the gradients into ``dq``, ``dk``, ``dv``."""
+        """Write the gradient of q into ``dq``, and add those of k and v to ``target``."""
 
 
 class UntiedUlysses:
@@ -54,7 +59,7 @@ class UntiedUlysses:
         self,
         schedule: HeadSchedule,
         head_width: int,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         workspace: Workspace,
     ):
         self.schedule, self.head_width, self.workspace = schedule, head_width, workspace
@@ -96,7 +101,9 @@ class UntiedUlysses:
         buffers = self._buffers(source)
         chunks = self._loader(source, buffers, spare="dq", head_major={"do": grad, "o": out})
         sending = _Sending(self.exchange, buffers, self.limit_in_flight)
-        gradients = KeyValueGradients(self.schedule, self.exchange, buffers)
+        gradients = KeyValueGradients(
+            self.schedule, self.exchange, buffers, summed=attend.sums_gradients
+        )
         for chunk in chunks:
             turn = chunk.turn
             dq = buffers.head_side(chunks.set_of("dq", chunk.index), len(turn.query))
@@ -106,9 +113,8 @@ class UntiedUlysses:
                     x[:, :, piece.query_columns] for x in (*_query_tensors(chunk), dq)
                 )
                 k, v = chunk.key_value(piece.kv)
-                dk, dv = gradients.buffers_for(piece.kv)
-                attend.backward(do, q, k, v, o, piece_lse, dq=dq_piece, dk=dk, dv=dv)
-                gradients.add(piece.kv, [dk, dv])
+                target = gradients.target(piece.kv)
+                attend.backward(do, q, k, v, o, piece_lse, dq=dq_piece, target=target)
             # This chunk's dO has arrived everywhere: its slot is free for dQ.
             sending.send(dq, grad, chunk)
             gradients.send_home(chunk, scratch=chunks.set_of("do", chunk.index))

@@ -184,7 +184,7 @@ def attend(
     source, attention = _projections(layer, x, sequence), layer.self_attention
     stash, shape = layer.streaming.stash, _slots(layer, source)
     out = stash.out(layer.layer_number - 1, shape, source.like, is_kept=is_kept)
-    return out, attention.ulysses.forward(source, out, attention.local_attention(sequence))
+    return out, attention.ulysses.forward(source, out, attention.attention_over(sequence))
 
 
 def finish(layer: UntiedTransformerLayer, x: Rows, out: HeadMajor, result: Tensor) -> None:
@@ -208,7 +208,7 @@ def layer_backward(
     d_out = stash.d_out(_slots(layer, source), source.like)
     _after_attention_backward(layer, gradient, x, out, d_out, sums)
     with parked(gradient, stash):
-        attend = attention.local_attention(sequence)
+        attend = attention.attention_over(sequence)
         dk, dv = attention.ulysses.backward(source, out, lse, d_out, attend)
     _before_attention_backward(layer, gradient, source, (d_out, dk, dv), sums)
     d_out.release()

@@ -73,7 +73,10 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
     values = defaults() | given
     _require(values, "seq_length", "micro_batch_size", "train_iters", "lr", "tokenizer_type")
     data = _take(DataConfig, values, data_path=tuple(values["data_path"]))
-    parallel = _take(ParallelConfig, values)
+    sizes = values["hierarchical_context_parallel_sizes"]
+    parallel = _take(
+        ParallelConfig, values, hierarchical_context_parallel_sizes=sizes and tuple(sizes)
+    )
     config = RunConfig(
         model=_model(given, values, data),
         parallel=parallel,

@@ -67,12 +67,14 @@ def join(distributed: DistributedConfig, launch: Launch) -> None:
 def make_groups(parallel: ParallelConfig, distributed: DistributedConfig) -> ProcessGroupCollection:
     """The groups of tensor, context and data parallelism; collective over all ranks.
 
-    Neighboring ranks share a tensor-parallel group, then a context-parallel one, so that the
-    groups that exchange most sit closest.
+    Neighboring ranks share a tensor-parallel group, then a context-parallel one, and in that the
+    ranks that trade sequence for heads before those of a ring, so that the groups that exchange
+    most sit closest.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
+        hierarchical_context_parallel_sizes=parallel.hierarchical_context_parallel_sizes,
         distributed_timeout_minutes=distributed.timeout_minutes,
         create_gloo_process_groups=False,
     )

@@ -4,9 +4,11 @@ Every rank checks the same values and finds the same, before any collective. A m
 was given, what must hold, and a value that works, in the flags' own names.
 """
 
+import math
 from collections.abc import Iterator
 
-from megatron_untied.config import ModelConfig
+from megatron_untied.config import ModelConfig, ParallelConfig
+from megatron_untied.context_parallel.layout import SequenceLayout
 from megatron_untied.training.config import RunConfig, ScheduleConfig
 
 
@@ -23,7 +25,11 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _model(config.model)
     yield from _memory(config)
     yield from _tensor_parallel(config)
-    yield from _context_parallel(config)
+    wrong_sizes = list(_hierarchical_sizes(config.parallel))
+    yield from wrong_sizes
+    if not wrong_sizes:
+        yield from _context_parallel(config)
+        yield from _heads_per_chunk(config)
     yield from _batch(config, world_size)
     yield from _schedule(config.schedule)
     for name, beta in (
@@ -90,6 +96,29 @@ def _tensor_parallel(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _hierarchical_sizes(parallel: ParallelConfig) -> Iterator[str]:
+    sizes, p = parallel.hierarchical_context_parallel_sizes, parallel.context_parallel_size
+    if parallel.cp_comm_type != "a2a+p2p":
+        if sizes is not None:
+            yield (
+                f"--hierarchical-context-parallel-sizes {sizes[0]} {sizes[1]} does nothing with "
+                f"--cp-comm-type {parallel.cp_comm_type}; a2a+p2p uses it"
+            )
+        return
+    if sizes is None:
+        num_ulysses = _divisor(p, max(1, p // 2))
+        yield (
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A P, a ring of P "
+            f"groups of A ranks, such as {num_ulysses} {p // num_ulysses}"
+        )
+    elif math.prod(sizes) != p:
+        num_ulysses = _divisor(p, sizes[0])
+        yield (
+            f"--hierarchical-context-parallel-sizes {sizes[0]} {sizes[1]} are {math.prod(sizes)} "
+            f"ranks and --context-parallel-size is {p}; {num_ulysses} {p // num_ulysses} works"
+        )
+
+
 def _context_parallel(config: RunConfig) -> Iterator[str]:
     parallel, s = config.parallel, config.batch.seq_length
     if config.model.window_size is not None and parallel.cp_comm_type != "a2a":
@@ -99,19 +128,30 @@ def _context_parallel(config: RunConfig) -> Iterator[str]:
         )
     p = parallel.context_parallel_size
     t = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    if s % (p * t):
+    layout = SequenceLayout.of(parallel)
+    divisor = math.lcm(layout.divisor, p * t)
+    if s % divisor:
         over = f"{p} context-parallel" + (f" x {t} sequence-parallel" if t > 1 else "")
-        yield f"--seq-length {s} does not divide over {over} ranks; {_multiple(s, p * t)} does"
-    u = parallel.heads_per_chunk
+        blocks = " in two blocks each" if layout.num_ring > 1 else ""
+        yield (
+            f"--seq-length {s} does not divide over {over} ranks{blocks}; "
+            f"{_multiple(s, divisor)} does"
+        )
+
+
+def _heads_per_chunk(config: RunConfig) -> Iterator[str]:
+    u, num_ulysses = config.parallel.heads_per_chunk, config.parallel.num_ulysses_and_ring[0]
     if u == "all":
         return
-    if u % p:
+    if u % num_ulysses:
         yield (
-            f"--cp-heads-per-chunk {u} is not a multiple of --context-parallel-size {p}: each rank "
-            f"attends with as many heads as the others; {_multiple(u, p)} works"
+            f"--cp-heads-per-chunk {u} is not a multiple of {num_ulysses}, the ranks that trade "
+            "sequence for heads: each attends with as many heads as the others; "
+            f"{_multiple(u, num_ulysses)} works"
         )
-    heads_a_rank = config.model.num_attention_heads // parallel.tensor_model_parallel_size
-    most = -(-heads_a_rank // p) * p
+    t = config.parallel.tensor_model_parallel_size
+    heads_a_rank = config.model.num_attention_heads // t
+    most = -(-heads_a_rank // num_ulysses) * num_ulysses
     if u > most:
         yield (
             f"--cp-heads-per-chunk {u} is more than the {heads_a_rank} query heads of a "

@@ -78,6 +78,16 @@ def assert_close(name, got, expected):
     assert error < TOLERANCE, f"{name}: {error:.1e}"
 
 
+def check_window_on_a_ring(group):
+    parallel = ParallelConfig(context_parallel_size=2, cp_comm_type="p2p")
+    with pytest.raises(ValueError, match="a window of 4 keys .* give --cp-comm-type a2a"):
+        attention_module(tiny(window_size=4), parallel, parallel_groups(parallel))
+
+
+def test_a_ring_refuses_a_window():
+    run_on_ranks(check_window_on_a_ring, 2)
+
+
 @pytest.mark.parametrize("b", [1, 2])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (6, 3)], ids=["MHA", "GQA", "uneven GQA"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])

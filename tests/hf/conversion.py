@@ -55,7 +55,7 @@ def logits_and_loss(group, checkpoints: Path, text: Tensor, **changes: object):
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     learner = build_learner(pretrain_gpt.model_provider(config, groups), config, groups)
     load_checkpoint(config.checkpoint, learner.state, seed=1)
-    layout = SequenceLayout(num_ulysses=groups.cp.size(), rank=groups.cp.rank())
+    layout = SequenceLayout.of(config.parallel, rank=groups.cp.rank())
     tokens, labels = layout.shard(text[:, :-1]), layout.shard(text[:, 1:])
     weights = torch.full(labels.shape, 1 / text[:, 1:].numel())
     with torch.no_grad():

@@ -51,6 +51,16 @@ PARALLEL = {
     "1 rank": (1, ParallelConfig()),
     "CP 2": (2, ParallelConfig(context_parallel_size=2, heads_per_chunk=2)),
     "CP 4": (4, ParallelConfig(context_parallel_size=4, heads_per_chunk=4, cp_overlap=False)),
+    "ring 2": (2, ParallelConfig(context_parallel_size=2, cp_comm_type="p2p", heads_per_chunk=3)),
+    "ring 2 of Ulysses 2": (
+        4,
+        ParallelConfig(
+            context_parallel_size=4,
+            cp_comm_type="a2a+p2p",
+            hierarchical_context_parallel_sizes=(2, 2),
+            heads_per_chunk=2,
+        ),
+    ),
     "TP 2": (2, ParallelConfig(tensor_model_parallel_size=2)),
     "TP 2 SP": (2, ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
     "CP 2 TP 2 SP": (

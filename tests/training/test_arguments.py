@@ -87,6 +87,13 @@ def test_a_window_counts_the_query_itself():
     assert tiny_config().model.window_size is None
 
 
+def test_a_ring_of_ulysses_groups():
+    config = tiny_config(8, context_parallel_size=8, cp_comm_type="a2a+p2p",
+                         hierarchical_context_parallel_sizes="4 2")  # fmt: skip
+    assert config.parallel.hierarchical_context_parallel_sizes == (4, 2)
+    assert config.parallel.num_ulysses_and_ring == (4, 2)
+
+
 def test_documents_and_kernels():
     config = tiny_config(reset_position_ids=True, dataloader_inter_document_masking=True,
                          attention_backend="local")  # fmt: skip
@@ -113,6 +120,8 @@ def test_a_value_may_follow_an_equals_sign():
         (["--lr", "fast"], "argument --lr: 'fast' is not a number"),
         (["--hidden-dropout", "0.1"], "argument --hidden-dropout: invalid choice: 0.1"),
         (["--cp-heads-per-chunk", "some"], "'some' is not an integer"),
+        (["--cp-comm-type", "allgather"], "argument --cp-comm-type: invalid choice: 'allgather'"),
+        (["--hierarchical-context-parallel-sizes", "4"], "expected 2 arguments"),
         (["--window-size", "128"], "'128' is not LEFT,0: the tokens before it that a query sees"),
         (["--window-size", "128,128"], "'128,128' is not LEFT,0"),
         (["--window-size", "x,0"], "'x' is not an integer"),

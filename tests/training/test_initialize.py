@@ -36,6 +36,18 @@ def test_neighbors_share_tensor_parallelism_then_context_parallelism():
     assert ranks[3] == {"tp": [2, 3], "cp": [1, 3], "dp": [3], "dp_cp": [1, 3]}
 
 
+def hierarchical_ranks(group) -> list[list[int]]:
+    config = tiny_config(4, context_parallel_size=4, cp_comm_type="a2a+p2p",
+                         hierarchical_context_parallel_sizes="2 2")  # fmt: skip
+    groups = initialize(config, launch_of(group))
+    return [dist.get_process_group_ranks(its) for its in groups.hcp]
+
+
+def test_neighbors_share_heads_and_others_a_ring():
+    ranks = run_on_ranks(hierarchical_ranks, 4)
+    assert ranks == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+
+
 @pytest.mark.parametrize("error", [ValueError("two of them"), FileNotFoundError("no file")])
 def test_a_users_mistake_is_one_line_that_names_its_place(error):
     with pytest.raises(SystemExit) as exit_, errors_in_one_line():

@@ -13,6 +13,12 @@ from tests.training.tiny_run import train
 
 TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
+RING = {"cp_comm_type": "p2p"}
+HYBRID = {
+    "context_parallel_size": 4,
+    "cp_comm_type": "a2a+p2p",
+    "hierarchical_context_parallel_sizes": "2 2",
+}
 SEQUENCE = {"sequence_parallel": True}
 STREAMED = {"recompute_granularity": "full", "sequence_tile_size": 24}
 
@@ -36,6 +42,15 @@ def one_rank(tmp_path_factory):
         pytest.param(2, CONTEXT | {"cp_heads_per_chunk": 6}, id="cp2-last-chunk-is-smaller"),
         pytest.param(4, {"context_parallel_size": 4}, id="cp4"),
         pytest.param(4, {"context_parallel_size": 4, "cp_heads_per_chunk": 4}, id="cp4-one-head"),
+        pytest.param(2, CONTEXT | RING, id="ring2"),
+        pytest.param(4, {"context_parallel_size": 4, "cp_heads_per_chunk": 3} | RING, id="ring4"),
+        pytest.param(4, HYBRID, id="ring2-of-ulysses2"),
+        pytest.param(
+            4,
+            HYBRID | STREAMED | {"recompute_granularity": "selective", "cp_heads_per_chunk": 2},
+            id="ring2-of-ulysses2-streamed",
+        ),
+        pytest.param(4, CONTEXT | RING | TENSOR | SEQUENCE, id="ring2-tp2-sequence-parallel"),
         pytest.param(4, CONTEXT, id="cp2-dp2"),
         pytest.param(4, {"use_distributed_optimizer": True}, id="dp4-distributed-optimizer"),
         pytest.param(2, {"micro_batch_size": 2}, id="dp2-micro-batch-2"),

@@ -1,9 +1,7 @@
-import dataclasses
 import re
 
 import pytest
 
-from megatron_untied.training.validate import problems
 from tests.training.command_line import tiny_config
 
 
@@ -32,9 +30,26 @@ from tests.training.command_line import tiny_config
         (4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True,
              "seq_length": 66},
          "--seq-length 66 does not divide over 2 context-parallel x 2 sequence-parallel ranks"),
+        (4, {"context_parallel_size": 4, "cp_comm_type": "p2p", "seq_length": 68},
+         "--seq-length 68 does not divide over 4 context-parallel ranks in two blocks each; 64 "),
+        (4, {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p"},
+         "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A P, a ring of P "
+         "groups of A ranks, such as 2 2"),
+        (4, {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p",
+             "hierarchical_context_parallel_sizes": "2 3"},
+         "--hierarchical-context-parallel-sizes 2 3 are 6 ranks and --context-parallel-size is 4; "
+         "2 2 works"),
+        (4, {"context_parallel_size": 4, "cp_comm_type": "p2p",
+             "hierarchical_context_parallel_sizes": "1 4"},
+         "--hierarchical-context-parallel-sizes 1 4 does nothing with --cp-comm-type p2p; a2a+p2p"),
+        (2, {"context_parallel_size": 2, "cp_comm_type": "p2p", "window_size": "16,0"},
+         "--window-size 16,0 needs the whole sequence on a rank; --cp-comm-type p2p passes it on "
+         "in blocks, a2a does not"),
         (4, {"context_parallel_size": 4, "cp_heads_per_chunk": 6},
-         "--cp-heads-per-chunk 6 is not a multiple of --context-parallel-size 4: each rank attends "
-         "with as many heads as the others; 4 works"),
+         "--cp-heads-per-chunk 6 is not a multiple of 4, the ranks that trade sequence for heads: "
+         "each attends with as many heads as the others; 4 works"),
+        (4, {"context_parallel_size": 4, "cp_comm_type": "p2p", "cp_heads_per_chunk": 9},
+         "--cp-heads-per-chunk 9 is more than the 8 query heads of a tensor-parallel rank; 8 or "),
         (4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "cp_heads_per_chunk": 6},
          "--cp-heads-per-chunk 6 is more than the 4 query heads of a tensor-parallel rank; 4 "),
         (1, {"recompute_granularity": "full", "cpu_offloading_num_layers": 3},
@@ -62,16 +77,6 @@ def test_rejects(world_size, changes, message):
         tiny_config(world_size, **changes)
 
 
-def test_rejects_a_window_on_a_ring():
-    config = tiny_config(window_size="16,0")
-    parallel = dataclasses.replace(config.parallel, cp_comm_type="p2p")
-    found = list(problems(dataclasses.replace(config, parallel=parallel), world_size=1))
-    assert found == [
-        "--window-size 16,0 needs the whole sequence on a rank; --cp-comm-type p2p passes it on in "
-        "blocks, a2a does not"
-    ]
-
-
 def test_lists_everything_wrong_at_once():
     with pytest.raises(ValueError, match="do not divide into.*\n.*--min-lr"):
         tiny_config(3, context_parallel_size=2, min_lr=1)
@@ -84,6 +89,9 @@ def test_lists_everything_wrong_at_once():
         (6, {"context_parallel_size": 6, "seq_length": 66, "cp_heads_per_chunk": 12}),  # 8 heads
         (8, {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True,
              "cp_heads_per_chunk": 2}),
+        (4, {"context_parallel_size": 4, "cp_comm_type": "p2p", "cp_heads_per_chunk": 3}),
+        (4, {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p", "cp_heads_per_chunk": 6,
+             "hierarchical_context_parallel_sizes": "2 2"}),
         (1, {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 8, "lr_warmup_iters": 2}),
         (1, {"rotary_percent": 0.25}),
     ],

@@ -80,9 +80,19 @@ class Segments:
         """Self-attention of one sequence: the same documents on both sides."""
         return cls(queries=tuple(bounds), keys=tuple(bounds))
 
-    def blocks(self, queries: range, keys: range) -> "Segments":
-        """The same documents seen from some consecutive rows of q and some of k."""
-        return Segments(queries=_inside(self.queries, queries), keys=_inside(self.keys, keys))
+    def blocks(self, queries: tuple[range, ...], keys: tuple[range, ...]) -> "Segments":
+        """The same documents seen from some runs of rows of q and some of k, one after the other.
+
+        The same value each time: every layer asks.
+        """
+        if (queries, keys) not in self._blocks:
+            inside = {"queries": _inside(self.queries, queries), "keys": _inside(self.keys, keys)}
+            self._blocks[queries, keys] = Segments(**inside)
+        return self._blocks[queries, keys]
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[tuple[range, ...], tuple[range, ...]], "Segments"]:
+        return {}
 
     @cached_property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
@@ -149,8 +159,9 @@ class Mask:
         return int((both * (both + 1) // 2 - hidden * (hidden + 1) // 2).sum())
 
 
-def _inside(bounds: tuple[int, ...], rows: range) -> tuple[int, ...]:
-    return tuple((np.clip(bounds, rows.start, rows.stop) - rows.start).tolist())
+def _inside(bounds: tuple[int, ...], runs: tuple[range, ...]) -> tuple[int, ...]:
+    """How many rows of ``runs`` lie before each of ``bounds``."""
+    return tuple(sum(np.clip(bounds, run.start, run.stop) - run.start for run in runs).tolist())
 
 
 def _longest(bounds: tuple[int, ...]) -> int:

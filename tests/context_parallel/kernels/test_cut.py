@@ -115,18 +115,27 @@ def test_cumulative_lengths_start_at_0_and_are_made_once():
     assert run.cumulative(torch.device("cpu"))[0] is queries
 
 
-@given(segments(), st.integers(0, 20), st.integers(0, 20), st.integers(0, 20), st.integers(0, 20))
-def test_blocks_of_rows_keep_their_documents(its, a, b, c, d):
-    s_q, s_k = its.queries[-1], its.keys[-1]
-    rows = range(min(a, s_q), min(max(a, b), s_q))
-    columns = range(min(c, s_k), min(max(c, d), s_k))
-    block = its.blocks(rows, columns)
+RUNS = st.lists(st.integers(0, 20), min_size=4, max_size=4).map(sorted)
+
+
+@given(segments(), RUNS, RUNS)
+def test_blocks_of_rows_keep_their_documents(its, rows, columns):
+    def inside(bounds, places):
+        a, b, c, d = (min(place, bounds[-1]) for place in places)
+        return range(a, b), range(c, d)
 
     def document_of(bounds):
         return torch.bucketize(torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True)
 
-    assert torch.equal(document_of(block.queries), document_of(its.queries)[rows.start : rows.stop])
-    assert torch.equal(document_of(block.keys), document_of(its.keys)[columns.start : columns.stop])
+    queries, keys = inside(its.queries, rows), inside(its.keys, columns)
+    block = its.blocks(queries, keys)
+    for found, bounds, runs in (
+        (block.queries, its.queries, queries),
+        (block.keys, its.keys, keys),
+    ):
+        expected = [document_of(bounds)[run.start : run.stop] for run in runs]
+        assert torch.equal(document_of(found), torch.cat(expected))
+    assert its.blocks(queries, keys) is block
 
 
 def test_rejects_windows_that_mean_nothing():

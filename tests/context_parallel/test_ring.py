@@ -1,0 +1,336 @@
+"""Attention over a ring, alone and behind an exchange of heads, against the whole sequence."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_untied.config import ParallelConfig, RotaryConfig
+from megatron_untied.context_parallel.head_schedule import head_schedule, legal_heads_per_chunk
+from megatron_untied.context_parallel.kernels import CpuFlash, Mask, Segments
+from megatron_untied.context_parallel.layout import SequenceLayout, ring_blocks
+from megatron_untied.context_parallel.ring import Ring, RingAttention, merge, ring_steps
+from megatron_untied.context_parallel.self_attention import attention_backward, attention_forward
+from megatron_untied.context_parallel.untied import UntiedUlysses
+from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.rope import RotaryTable
+from tests.context_parallel import reference
+from tests.context_parallel.kernels import plain
+from tests.distributed import run_on_ranks
+from tests.models import TINY, batch, make_model, parallel_groups
+
+D = 4
+SCALE = 0.4
+# Rotary tables are stored in fp32, so q and k carry a relative error of 6e-8 against float64.
+TOLERANCE = 3e-7
+
+
+@pytest.mark.parametrize("num_ring", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_steps_see_every_causal_pair_once(num_ring, block_size):
+    s = 2 * num_ring * block_size
+    seen = torch.zeros(s, s, dtype=torch.int)
+    for rank in range(num_ring):
+        rows = tokens_of(rank, num_ring, block_size)
+        for step in ring_steps(rank, num_ring, block_size):
+            queries = rows[step.queries]
+            keys = tokens_of(step.owner, num_ring, block_size)[step.keys]
+            pairs = torch.ones(len(queries), len(keys), dtype=torch.int)
+            seen[queries[:, None], keys] += pairs.tril() if step.index == 0 else pairs
+    assert torch.equal(seen, torch.ones_like(seen).tril())
+
+
+@pytest.mark.parametrize("num_ring", [2, 3, 4, 7])
+def test_ranks_work_alike_and_agree_who_sends_what(num_ring):
+    steps = [ring_steps(rank, num_ring, block_size=3) for rank in range(num_ring)]
+    for rank, its in enumerate(steps):
+        for step in its[1:]:
+            assert length(step.queries) * length(step.keys) == 2 * 3 * 3
+            assert steps[step.reader][step.index].owner == rank
+            assert steps[step.reader][step.index].keys == step.lent
+
+
+def tokens_of(rank: int, num_ring: int, block_size: int) -> torch.Tensor:
+    blocks = ring_blocks(rank, num_ring, block_size=block_size)
+    return torch.cat([torch.arange(x.start, x.stop) for x in blocks])
+
+
+def length(rows: slice) -> int:
+    return rows.stop - rows.start
+
+
+def test_merged_parts_are_softmax_over_all_keys():
+    torch.manual_seed(0)
+    # Scores in the hundreds, where an exponential alone would overflow; fp32 as in training.
+    scores, v = 300 * torch.randn(2, 3, 5, 12), torch.randn(2, 3, 12, D)
+    scores[..., 1, 4:8] = -torch.inf  # a query that sees nothing of the second part
+    out, lse = torch.zeros(5, 2, 3, D), torch.full((2, 3, 5), -torch.inf)
+    for keys in (slice(0, 4), slice(4, 8), slice(8, 12)):
+        part_lse = scores[..., keys].logsumexp(-1)
+        weights = (scores[..., keys] - part_lse[..., None]).exp().nan_to_num()
+        merge(out, lse, (weights @ v[..., keys, :]).permute(2, 0, 1, 3), part_lse)
+    expected = (scores.double().softmax(-1) @ v.double()).permute(2, 0, 1, 3)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), scores.double().logsumexp(-1))
+
+
+class Case:
+    """q, k, v and d_out [s, b, heads, d] of a whole sequence, and what attention makes of them."""
+
+    names = "out", "dq", "dk", "dv"
+
+    def __init__(self, h, g, s, *, packed=False, dtype=torch.float64, rotated=True, b=2):
+        torch.manual_seed(h * g)
+        q, k, v, d_out = (torch.randn(s, b, heads, D).to(dtype) for heads in (h, g, g, h))
+        self.inputs, self.d_out = (q, k, v), d_out
+        self.documents = documents(s) if packed else None
+        leaves = [x.double().clone().requires_grad_() for x in self.inputs]
+        rotate = reference.rotate if rotated else torch.clone
+        mask = Mask(segments=self.documents)
+        out, _ = plain.attention(*map(rotate, leaves[:2]), leaves[2], mask, SCALE)
+        self.expected = [out.detach(), *torch.autograd.grad(out, leaves, d_out.double())]
+
+
+def documents(s: int) -> tuple[Segments, Segments]:
+    """Lengths 1, 3, 17, the rest; and one across every boundary between two equal shards."""
+    others = sorted({0, *(x for x in range(1, s, 5)), s})
+    return Segments.of([min(x, s) for x in (0, 1, 4, 21, s)]), Segments.of(others)
+
+
+def groups_of(group, num_ulysses):
+    """Ulysses group and ring group of this rank; every rank makes all of them."""
+    ranks = torch.arange(group.size()).view(-1, num_ulysses)
+    made = [[dist.new_group(part.tolist()) for part in side] for side in (ranks, ranks.T)]
+    ring_rank, ulysses_rank = divmod(group.rank(), num_ulysses)
+    return made[0][ring_rank], made[1][ulysses_rank]
+
+
+def run_chunks(case, ulysses, attend, layout):
+    """Output and gradients of this rank's tokens."""
+    q, k, v = (layout.shard(x, dim=0) for x in case.inputs)
+    rotary = RotaryTable(RotaryConfig(), D).at(layout.positions(len(q)))
+    out, lse = attention_forward(q, k, v, *rotary, ulysses, attend)
+    d_out = layout.shard(case.d_out, dim=0)
+    return out, *attention_backward(d_out, q, k, v, out, lse, *rotary, ulysses, attend)
+
+
+def relative_errors(case, results, layout):
+    expected = (layout.shard(e, dim=0) for e in case.expected)
+    return {
+        name: ((x - mine).abs().max() / whole.abs().max()).item()
+        for name, x, mine, whole in zip(case.names, results, expected, case.expected, strict=True)
+    }
+
+
+def check_every_chunk_size(group, num_ulysses, geometries, block_size=3):
+    ulysses_group, ring = groups_of(group, num_ulysses)
+    ring, workspace = Ring(ring), Workspace()
+    layout = SequenceLayout(num_ulysses=num_ulysses, num_ring=ring.size, rank=group.rank())
+    for h, g in geometries:
+        for packed in (False, True):
+            case = Case(h, g, 2 * group.size() * block_size, packed=packed)
+            attend = RingAttention(
+                CpuFlash(), ring, workspace, documents=case.documents, scale=SCALE
+            )
+            for chunk in legal_heads_per_chunk(h, num_ulysses):
+                schedule = head_schedule(h, g, num_ulysses, chunk, overlap=num_ulysses > 1)
+                ulysses = UntiedUlysses(schedule, D, ulysses_group, workspace)
+                results = run_chunks(case, ulysses, attend, layout)
+                for name, error in relative_errors(case, results, layout).items():
+                    assert error < TOLERANCE, f"{name} of {h}/{g}, chunk {chunk}, {packed}: {error}"
+
+
+GEOMETRIES = ((8, 8), (8, 2), (8, 1), (6, 2), (28, 4), (12, 3), (5, 5))
+
+
+@pytest.mark.parametrize(
+    ("num_ulysses", "num_ring"), [(1, 2), (1, 3), (1, 4), (2, 2)], ids=lambda n: str(n)
+)
+def test_every_chunk_size_equals_plain_attention(num_ulysses, num_ring):
+    run_on_ranks(check_every_chunk_size, num_ulysses * num_ring, num_ulysses, GEOMETRIES)
+
+
+def ring_results(case, ring, layout, workspace):
+    """One call of ring attention on this rank's blocks, without any exchange of heads."""
+    attend = RingAttention(CpuFlash(), ring, workspace, documents=case.documents, scale=SCALE)
+    q, k, v = (layout.shard(x, dim=0) for x in case.inputs)
+    out, dq = torch.empty_like(q), torch.empty_like(q)
+    lse = attend.forward(q, k, v, out=out)
+    target = Sums(k)
+    d_out = layout.shard(case.d_out, dim=0)
+    attend.backward(d_out, q, k, v, out, lse, dq=dq, target=target)
+    return out, dq, *target.sums
+
+
+class Sums:
+    """A GradientTarget in plain tensors, with sums in at least fp32."""
+
+    def __init__(self, like):
+        wide = torch.promote_types(like.dtype, torch.float32)
+        self.sums = [torch.zeros_like(like, dtype=wide) for _ in range(2)]
+        self.made = [[torch.empty_like(like) for _ in range(2)] for _ in range(2)]
+
+    def buffers(self, index=0):
+        return self.made[index]
+
+    def add(self, dk, dv, *, rows=None):
+        for total, part in zip(self.sums, (dk, dv), strict=True):
+            total[rows or slice(None)].add_(part)
+
+
+class LateRing(Ring):
+    """Nothing moves before it is waited for: what is overwritten too early is sent wrong."""
+
+    def trade(self, send, to, receive, owner):
+        for x in receive:
+            x.fill_(torch.nan)
+        return [LateWork(lambda: super(LateRing, self).trade(send, to, receive, owner))]
+
+
+class LateWork:
+    def __init__(self, start):
+        self.start = start
+
+    def wait(self):
+        for work in self.start():
+            work.wait()
+
+
+class EarlyRing(Ring):
+    """All has arrived before anything else is done: what is still read there is overwritten."""
+
+    def trade(self, send, to, receive, owner):
+        for work in super().trade(send, to, receive, owner):
+            work.wait()
+        return []
+
+
+def check_timing(group):
+    layout = SequenceLayout(num_ulysses=1, num_ring=group.size(), rank=group.rank())
+    case = Case(4, 2, 2 * group.size() * 3, packed=True)
+    usual, *others = (
+        ring_results(case, kind(group), layout, Workspace()) for kind in (Ring, LateRing, EarlyRing)
+    )
+    assert all(map(torch.equal, usual, others[0]))
+    assert all(map(torch.equal, usual, others[1]))
+
+
+@pytest.mark.parametrize("num_ring", [2, 3, 4])
+def test_blocks_may_arrive_as_early_and_as_late_as_can_be(num_ring):
+    run_on_ranks(check_timing, num_ring)
+
+
+def ring_error(group, num_ring, dtype):
+    """Sums of squared errors and of squares, by result, over this rank's tokens."""
+    members = dist.new_group(list(range(num_ring)))
+    if group.rank() >= num_ring:
+        return None
+    layout = SequenceLayout(num_ulysses=1, num_ring=num_ring, rank=group.rank())
+    if num_ring == 1:  # one block after the other is the sequence
+        layout = SequenceLayout(num_ulysses=1)
+    case = Case(4, 2, 96, dtype=dtype, rotated=False, b=1)
+    results = ring_results(case, Ring(members), layout, Workspace())
+    expected = (layout.shard(e, dim=0) for e in case.expected)
+    return [
+        ((x - e).square().sum().item(), e.square().sum().item())
+        for x, e in zip(results, expected, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_error_does_not_grow_with_the_ring(dtype):
+    errors = {}
+    for num_ring in (1, 2, 4):
+        parts = [x for x in run_on_ranks(ring_error, 4, num_ring, dtype) if x is not None]
+        sums = torch.tensor(parts).sum(0)
+        errors[num_ring] = (sums[:, 0] / sums[:, 1]).sqrt()
+    # Parts of out are rounded to the dtype before they are summed, and the sum again.
+    assert (errors[2] < 1.7 * errors[1]).all(), errors
+    assert (errors[4] < 1.2 * errors[2]).all(), errors
+
+
+def check_buffers_and_traffic(group):
+    """In bytes of q and of k in bf16; v is as large as k."""
+    r, workspace, ring = group.size(), Workspace(), Ring(group)
+    layout = SequenceLayout(num_ulysses=1, num_ring=r, rank=group.rank())
+    case = Case(4, 2, 2 * r * 6, dtype=torch.bfloat16)
+    q, k, v = (layout.shard(x, dim=0) for x in case.inputs)
+    attend = RingAttention(CpuFlash(), ring, workspace, documents=None, scale=SCALE)
+    out = torch.empty_like(q)
+    lse = attend.forward(q, k, v, out=out)
+    sent = ring.counter.sent_bytes
+    before = workspace.num_allocations, workspace.num_bytes
+    assert before[1] == 2 * size(q) + min(r - 1, 3) * 2 * size(k)
+    attend.backward(out, q, k, v, out, lse, dq=torch.empty_like(q), target=Sums(k))
+    assert (workspace.num_allocations, workspace.num_bytes) == before
+    total = torch.tensor([sent, ring.counter.sent_bytes - sent])
+    dist.all_reduce(total, group=group)
+    relayed = r * (r - 1) * 2 * size(k)
+    assert total.tolist() == [relayed * 3 // 4, 2 * relayed * 3 // 4]
+
+
+def size(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+@pytest.mark.parametrize("num_ring", [2, 3, 4])
+def test_buffers_and_traffic_are_as_documented(num_ring):
+    run_on_ranks(check_buffers_and_traffic, num_ring)
+
+
+def loss_and_gradients(parallel, groups, data):
+    model = make_model(parallel=parallel, groups=groups)
+    layout = SequenceLayout.of(parallel, rank=groups.cp.rank())
+    loss = model(**{name: layout.shard(x) for name, x in data.items()})
+    loss.backward()
+    return loss, *(p.grad for p in model.parameters())
+
+
+def check_one_level_is_the_pure_form(group):
+    data = batch(TINY, s=24, b=2)
+    for comm_type, sizes in (("a2a", (4, 1)), ("p2p", (1, 4))):
+        pure = ParallelConfig(context_parallel_size=4, cp_comm_type=comm_type)
+        hybrid = replace(pure, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=sizes)
+        groups = parallel_groups(hybrid)
+        results = (loss_and_gradients(each, groups, data) for each in (pure, hybrid))
+        assert all(map(torch.equal, *results))
+
+
+def test_a_hierarchy_of_one_level_is_the_pure_form_bit_for_bit():
+    run_on_ranks(check_one_level_is_the_pure_form, 4)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "num_ulysses", "num_ring"),
+    [
+        (ParallelConfig(context_parallel_size=4), 4, 1),
+        (ParallelConfig(context_parallel_size=4, cp_comm_type="p2p"), 1, 4),
+        (
+            ParallelConfig(
+                context_parallel_size=8,
+                cp_comm_type="a2a+p2p",
+                hierarchical_context_parallel_sizes=(4, 2),
+            ),
+            4,
+            2,
+        ),
+    ],
+)
+def test_layout_of_each_comm_type(parallel, num_ulysses, num_ring):
+    layout = SequenceLayout.of(parallel, rank=3)
+    assert layout == SequenceLayout(num_ulysses=num_ulysses, num_ring=num_ring, rank=3)
+
+
+def test_ulysses_ranks_share_the_two_blocks_of_their_ring_rank():
+    shards = [
+        SequenceLayout(num_ulysses=2, num_ring=2, rank=rank).shard(torch.arange(16)).tolist()
+        for rank in range(4)
+    ]
+    assert shards == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_a_sequence_that_does_not_divide_is_refused():
+    layout = SequenceLayout(num_ulysses=2, num_ring=2)
+    with pytest.raises(ValueError, match="over 4 context-parallel ranks; make .* multiple of 8"):
+        layout.shard(torch.arange(12))

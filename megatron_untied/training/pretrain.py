@@ -5,9 +5,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
-
 from megatron_untied.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megatron_untied.data.datasets import Datasets
 from megatron_untied.platform import device
@@ -18,9 +15,9 @@ from megatron_untied.training.exits import EarlyExit
 from megatron_untied.training.initialize import Launch, errors_in_one_line, initialize
 from megatron_untied.training.learner import Learner, build_learner
 from megatron_untied.training.reporter import Reporter
+from megatron_untied.training.sharding import ModelProvider
 from megatron_untied.training.step import ForwardStep, require_finite, train_step
 
-ModelProvider = Callable[[RunConfig, ProcessGroupCollection], MegatronModule]
 DatasetsProvider = Callable[[RunConfig], Datasets]
 
 
@@ -48,7 +45,7 @@ def pretrain(
     with errors_in_one_line():
         groups = initialize(config, launch)
         datasets = datasets_provider(config)
-        learner = build_learner(model_provider(config, groups), config, groups)
+        learner = build_learner(model_provider, config, groups)
         progress = load_checkpoint(config.checkpoint, learner.state, seed=config.seed)
 
     def global_batches_of(dataset, consumed_samples=0):

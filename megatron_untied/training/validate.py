@@ -25,11 +25,16 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _model(config.model)
     yield from _memory(config)
     yield from _tensor_parallel(config)
+<<<<<<< HEAD
     wrong_sizes = list(_hierarchical_sizes(config.parallel))
     yield from wrong_sizes
     if not wrong_sizes:
         yield from _context_parallel(config)
         yield from _heads_per_chunk(config)
+=======
+    yield from _context_parallel(config)
+    yield from _sharding(config)
+>>>>>>> fsdp
     yield from _batch(config, world_size)
     yield from _schedule(config.schedule)
     for name, beta in (
@@ -156,6 +161,27 @@ def _heads_per_chunk(config: RunConfig) -> Iterator[str]:
         yield (
             f"--cp-heads-per-chunk {u} is more than the {heads_a_rank} query heads of a "
             f"tensor-parallel rank; {most} or all exchanges them at once"
+        )
+
+
+def _sharding(config: RunConfig) -> Iterator[str]:
+    optimization = config.optimization
+    if optimization.optimizer_cpu_offload and not optimization.use_torch_fsdp2:
+        yield (
+            "--optimizer-cpu-offload needs --use-torch-fsdp2, whose optimizer can run on the host; "
+            "give it instead of --use-distributed-optimizer, or leave the offload out"
+        )
+    if not optimization.use_torch_fsdp2:
+        return
+    if optimization.use_distributed_optimizer:
+        yield (
+            "--use-torch-fsdp2 spreads what --use-distributed-optimizer spreads, and weights and "
+            "gradients too; give one of them"
+        )
+    if config.transformer_impl != "local":
+        yield (
+            f"--use-torch-fsdp2 builds the model without memory, and --transformer-impl "
+            f"{config.transformer_impl} allocates its layers; give --transformer-impl local"
         )
 
 

@@ -2,13 +2,11 @@
 
 import contextlib
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from megatron_untied.config import Precision
 from megatron_untied.sharding.fsdp import shard_model
 from megatron_untied.sharding.gradients import add_up_, clip_, global_norm, partial_gradients
 from megatron_untied.sharding.initialize_weights import initialize_shards
@@ -28,7 +26,7 @@ class FullSharding:
         groups: ProcessGroupCollection,
     ):
         with torch.device("meta"):  # no rank ever holds the whole model
-            self.model = model_provider(replace(config, precision=Precision(bf16=False)), groups)
+            self.model = model_provider(config, groups)
         self.layouts = parameter_layouts(
             self.model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
         )

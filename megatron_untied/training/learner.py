@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_untied.checkpoint import TrainingState
@@ -41,7 +42,7 @@ class Learner:
         return (
             f"{self.num_parameters:,} parameters | {dist.get_world_size()} ranks: tensor parallel "
             f"{groups.tp.size()} x context parallel {groups.cp.size()} x data parallel "
-            f"{groups.dp.size()}"
+            f"{groups.dp.size()} | {unwrap_model(self.model).describe()}"
         )
 
 

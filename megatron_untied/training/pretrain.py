@@ -5,14 +5,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-<<<<<<< HEAD
-from megatron.core.process_groups_config import ProcessGroupCollection
-
-=======
->>>>>>> fsdp
 from megatron_untied.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megatron_untied.data.datasets import Datasets
-from megatron_untied.model import UntiedGPTModel
 from megatron_untied.platform import device
 from megatron_untied.training.batch import GetBatch, global_batches
 from megatron_untied.training.config import RunConfig
@@ -24,10 +18,6 @@ from megatron_untied.training.reporter import Reporter
 from megatron_untied.training.sharding import ModelProvider
 from megatron_untied.training.step import ForwardStep, require_finite, train_step
 
-<<<<<<< HEAD
-ModelProvider = Callable[[RunConfig, ProcessGroupCollection], UntiedGPTModel]
-=======
->>>>>>> fsdp
 DatasetsProvider = Callable[[RunConfig], Datasets]
 
 
@@ -55,12 +45,7 @@ def pretrain(
     with errors_in_one_line():
         groups = initialize(config, launch)
         datasets = datasets_provider(config)
-<<<<<<< HEAD
-        model = model_provider(config, groups)
-        learner = build_learner(model, config, groups)
-=======
         learner = build_learner(model_provider, config, groups)
->>>>>>> fsdp
         progress = load_checkpoint(config.checkpoint, learner.state, seed=config.seed)
 
     def global_batches_of(dataset, consumed_samples=0):

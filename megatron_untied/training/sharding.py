@@ -4,17 +4,17 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
+from megatron_untied.model import UntiedGPTModel
 from megatron_untied.sharding.parameter_layout import ParameterLayout
 from megatron_untied.sharding.shards import Shards
 from megatron_untied.training.config import RunConfig
 
-ModelProvider = Callable[[RunConfig, ProcessGroupCollection], GPTModel]
+ModelProvider = Callable[[RunConfig, ProcessGroupCollection], UntiedGPTModel]
 """Builds the bare model of this tensor-parallel rank on the default device; its weights are drawn
-later. ``config.precision`` is that of the parameters it makes."""
+later."""
 
 
 class Sharding(Protocol):

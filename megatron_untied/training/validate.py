@@ -25,16 +25,12 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _model(config.model)
     yield from _memory(config)
     yield from _tensor_parallel(config)
-<<<<<<< HEAD
     wrong_sizes = list(_hierarchical_sizes(config.parallel))
     yield from wrong_sizes
     if not wrong_sizes:
         yield from _context_parallel(config)
         yield from _heads_per_chunk(config)
-=======
-    yield from _context_parallel(config)
     yield from _sharding(config)
->>>>>>> fsdp
     yield from _batch(config, world_size)
     yield from _schedule(config.schedule)
     for name, beta in (

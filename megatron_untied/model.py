@@ -3,7 +3,9 @@
 The layer is handed to megatron-core as a ``ModuleSpec``; nothing in it is patched.
 """
 
-import torch
+import functools
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
@@ -18,7 +20,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_untied.backends import Backend, TransformerImpl, choose_backend
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
@@ -54,8 +56,16 @@ class UntiedGPTModel(GPTModel):
         **kwargs,
     ):
         super().__init__(*args, position_embedding_type="none", **kwargs)
-        self.logical_vocab_size, self.loss_chunk_size = logical_vocab_size, loss_chunk_size
         self.attention_parts = attention_parts
+        self.loss = Loss(
+            functools.partial(
+                chunked_cross_entropy,
+                vocab_size=logical_vocab_size,
+                chunk_size=loss_chunk_size,
+                tp_group=self.pg_collection.tp,
+                sequence_parallel=self.config.sequence_parallel,
+            )
+        )
 
     def describe(self) -> str:
         """Which code was chosen for it, in a few words."""
@@ -87,18 +97,25 @@ class UntiedGPTModel(GPTModel):
     def _postprocess(self, hidden_states, labels=None, loss_mask=None, **kwargs) -> Tensor:
         if labels is None:
             return super()._postprocess(hidden_states, labels=None, **kwargs)
+        return self.loss(hidden_states, self._output_matrix, labels, loss_mask)
+
+    def _output_matrix(self) -> Tensor:
         tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return chunked_cross_entropy(
-            hidden_states,
-            weight,
-            labels,
-            loss_mask,
-            vocab_size=self.logical_vocab_size,
-            chunk_size=self.loss_chunk_size,
-            tp_group=self.pg_collection.tp,
-            sequence_parallel=self.config.sequence_parallel,
-        )
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+
+
+class Loss(nn.Module):
+    """A loss as a module, so that full sharding can gather the output matrix for the call."""
+
+    def __init__(self, cross_entropy: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.cross_entropy = cross_entropy
+
+    def forward(
+        self, hidden: Tensor, matrix: Callable[[], Tensor], labels: Tensor, token_weights: Tensor
+    ) -> Tensor:
+        """See :func:`chunked_cross_entropy`. ``matrix`` is asked for when it has been gathered."""
+        return self.cross_entropy(hidden, matrix(), labels, token_weights)
 
 
 def build_model(
@@ -224,7 +241,7 @@ def layer_submodules(
     )
 
 
-class NoCoreAttention(torch.nn.Module):
+class NoCoreAttention(nn.Module):
     """Fills a slot that megatron-core's SelfAttention insists on; ours attends elsewhere."""
 
     def __init__(self, **slot_arguments: object):

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_untied.config import ModelConfig
 from megatron_untied.sharding.parameter_layout import ParameterLayout, Piece, parameter_layouts
+from megatron_untied.sharding.shards import ModelShards, Shards
 
 BLOCK_ELEMENTS = 1 << 20
 """Elements drawn at a time, in fp32 on the host: 4 MiB. Part of the definition of the weights."""
 
 
-@torch.no_grad()
 def initialize_weights(
     model: torch.nn.Module, model_config: ModelConfig, seed: int, tp_group: ProcessGroup
 ) -> None:
@@ -28,9 +28,18 @@ def initialize_weights(
     layouts = parameter_layouts(
         model, model_config, tp_rank=tp_group.rank(), tp_size=tp_group.size()
     )
-    for name, parameter in model.named_parameters():
-        parameter.zero_()
-        fill_pieces(layouts[name].pieces(parameter), layouts[name], model_config, seed)
+    initialize_shards(ModelShards(model), layouts, model_config, seed)
+
+
+@torch.no_grad()
+def initialize_shards(
+    shards: Shards, layouts: Mapping[str, ParameterLayout], model_config: ModelConfig, seed: int
+) -> None:
+    """Fill what this rank holds of every parameter with its part of the same model."""
+    for shard in shards.shards(with_moments=False):
+        shard.value.zero_()
+        layout = layouts[shard.name]
+        fill_pieces(layout.pieces(shard.value, shard.boxes), layout, model_config, seed)
 
 
 def fill_pieces(

@@ -45,6 +45,8 @@ class ParameterLayout:
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     rectangles: tuple[Rectangle, ...]
+    is_copy: bool
+    """Whether every tensor-parallel rank holds all of it."""
 
     @property
     def whole(self) -> Box:
@@ -136,6 +138,7 @@ def parameter_layout(
         global_shape=tuple(global_shape),
         local_shape=local_shape,
         rectangles=tuple(rectangles),
+        is_copy=partition_dim is None,
     )
 
 

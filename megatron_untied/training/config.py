@@ -49,6 +49,11 @@ class OptimizationConfig:
     use_distributed_optimizer: bool = False
     """Spread the fp32 weights and moments over the data- and context-parallel ranks: 12 bytes a
     parameter become 12 / (ranks)."""
+    use_torch_fsdp2: bool = False
+    """Spread weights and gradients too: 16 / (ranks) bytes a parameter, and each layer's weights
+    are gathered for its forward and again for its backward."""
+    optimizer_cpu_offload: bool = False
+    """With use_torch_fsdp2: keep those 16 bytes on the host, where AdamW runs too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,10 +122,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         switch("--no-cp-overlap", "exchange between chunks, not during them", off="cp_overlap"),
         switch("--use-distributed-optimizer", "spread optimizer states over dp x cp ranks"),
+        switch("--use-torch-fsdp2", "spread weights, gradients and states over dp x cp ranks"),
         flag("--distributed-backend", choices=["nccl", "gloo"], help="nccl with GPUs, else gloo"),
         flag("--distributed-timeout-minutes", count, 10, help="longest collective"),
     ),
     "memory and precision": (
+        switch("--optimizer-cpu-offload", "with --use-torch-fsdp2: what it spreads is on the host"),
         switch("--bf16", "compute in bf16; main weights, gradients and moments stay fp32"),
         flag("--loss-chunk-size", count, metavar="T", help="tokens whose logits are alive at once"),
         flag(
@@ -231,8 +233,6 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 NOT_YET: dict[str, str] = {
     # Our features on their way.
-    "--use-torch-fsdp2": "full sharding is not there yet; --use-distributed-optimizer is",
-    "--optimizer-cpu-offload": "optimizer states stay on the device",
     "--verify-recompute": "recomputed values are not compared yet",
     "--cp-comm-type p2p": "ring attention is not there yet; a2a is",
     "--cp-comm-type a2a+p2p": "ring attention is not there yet; a2a is",

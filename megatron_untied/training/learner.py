@@ -4,31 +4,31 @@ import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
+from torch import nn
 
 from megatron_untied.checkpoint import TrainingState
-from megatron_untied.platform import device
-from megatron_untied.sharding.distributed_optimizer import OptimizerShards
-from megatron_untied.sharding.initialize_weights import initialize_weights
-from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.training.config import RunConfig
-from megatron_untied.training.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
+from megatron_untied.training.full_sharding import FullSharding
+from megatron_untied.training.optimizer import MegatronSharding, build_scheduler
+from megatron_untied.training.sharding import ModelProvider, Sharding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learner:
     """What a step reads and writes; the same on every rank but for the rank's share."""
 
-    model: DistributedDataParallel
-    optimizer: MegatronOptimizer
+    sharding: Sharding
     scheduler: OptimizerParamScheduler
     groups: ProcessGroupCollection
     state: TrainingState
     """The same objects, as checkpoints see them."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model to call."""
+        return self.sharding.model
 
     @property
     def num_parameters(self) -> int:
@@ -41,29 +41,22 @@ class Learner:
         return (
             f"{self.num_parameters:,} parameters | {dist.get_world_size()} ranks: tensor parallel "
             f"{groups.tp.size()} x context parallel {groups.cp.size()} x data parallel "
-            f"{groups.dp.size()}"
+            f"{groups.dp.size()} | {self.sharding.bare_model.describe()}"
         )
 
 
 def build_learner(
-    bare_model: MegatronModule, config: RunConfig, groups: ProcessGroupCollection
+    model_provider: ModelProvider, config: RunConfig, groups: ProcessGroupCollection
 ) -> Learner:
-    """Draw ``bare_model``'s weights, then wrap it and make its optimizer; collective."""
-    bare_model.to(device.current_device())
-    initialize_weights(bare_model, config.model, config.seed, groups.tp)
-    layouts = parameter_layouts(
-        bare_model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
-    )
-    model = wrap_data_parallel(bare_model, config, groups)
-    optimizer = build_optimizer(model, config, groups)
-    scheduler = build_scheduler(optimizer, config)
+    """Build this rank's share of the model, draw its weights, make its optimizer; collective."""
+    kind = FullSharding if config.optimization.use_torch_fsdp2 else MegatronSharding
+    sharding = kind(model_provider, config, groups)
+    scheduler = build_scheduler(sharding, config)
     state = TrainingState(
         model_config=config.model,
-        layouts=layouts,
-        shards=OptimizerShards(optimizer, bare_model),
+        layouts=sharding.layouts,
+        shards=sharding.shards,
         scheduler=scheduler,
         groups=groups,
     )
-    return Learner(
-        model=model, optimizer=optimizer, scheduler=scheduler, groups=groups, state=state
-    )
+    return Learner(sharding=sharding, scheduler=scheduler, groups=groups, state=state)

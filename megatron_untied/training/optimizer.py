@@ -1,14 +1,68 @@
 """Megatron-core's data-parallel wrapper, optimizer and schedule, configured."""
 
 import math
+from contextlib import AbstractContextManager
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_untied.platform import device
+from megatron_untied.sharding.distributed_optimizer import OptimizerShards
+from megatron_untied.sharding.initialize_weights import initialize_weights
+from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.training.config import RunConfig
+from megatron_untied.training.sharding import ModelProvider, Sharding
+
+
+class MegatronSharding:
+    """Whole weights and gradients on every rank; with the distributed optimizer it updates a part.
+
+    See :class:`Sharding`.
+    """
+
+    def __init__(
+        self,
+        model_provider: ModelProvider,
+        config: RunConfig,
+        groups: ProcessGroupCollection,
+    ):
+        bare_model = model_provider(config, groups).to(device.current_device())
+        self.bare_model = bare_model
+        initialize_weights(bare_model, config.model, config.seed, groups.tp)
+        self.layouts = parameter_layouts(
+            bare_model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
+        )
+        self._groups = groups
+        self.model = wrap_data_parallel(bare_model, config, groups)
+        self.optimizer = build_optimizer(self.model, config, groups)
+        self.shards = OptimizerShards(self.optimizer, bare_model)
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """See :class:`Sharding`."""
+        return self.optimizer.param_groups
+
+    def zero_grad(self) -> None:
+        """See :class:`Sharding`."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def more_to_come(self) -> AbstractContextManager:
+        """Gradients are reduced once a step, in its last backward."""
+        return self.model.no_sync()
+
+    def step(self) -> tuple[bool, float]:
+        """See :class:`Sharding`."""
+        finalize_model_grads([self.model], pg_collection=self._groups)
+        updated, norm, _ = self.optimizer.step()
+        return updated, norm
 
 
 def wrap_data_parallel(
@@ -60,7 +114,7 @@ def build_optimizer(
     )
 
 
-def build_scheduler(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerParamScheduler:
+def build_scheduler(sharding: Sharding, config: RunConfig) -> OptimizerParamScheduler:
     """The learning rate as a function of consumed samples; sets the first one.
 
     Iterations become samples as in Megatron, so that ``step(increment=samples)`` and a checkpoint's
@@ -68,7 +122,7 @@ def build_scheduler(optimizer: MegatronOptimizer, config: RunConfig) -> Optimize
     """
     schedule, samples = config.schedule, config.batch.global_batch_size
     return OptimizerParamScheduler(
-        optimizer,
+        sharding,
         init_lr=schedule.lr_warmup_init,
         max_lr=schedule.lr,
         min_lr=schedule.min_lr,

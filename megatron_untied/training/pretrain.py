@@ -5,11 +5,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.process_groups_config import ProcessGroupCollection
-
 from megatron_untied.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megatron_untied.data.datasets import Datasets
-from megatron_untied.model import UntiedGPTModel
 from megatron_untied.platform import device
 from megatron_untied.training.batch import GetBatch, global_batches
 from megatron_untied.training.config import RunConfig
@@ -18,9 +15,9 @@ from megatron_untied.training.exits import EarlyExit
 from megatron_untied.training.initialize import Launch, errors_in_one_line, initialize
 from megatron_untied.training.learner import Learner, build_learner
 from megatron_untied.training.reporter import Reporter
+from megatron_untied.training.sharding import ModelProvider
 from megatron_untied.training.step import ForwardStep, require_finite, train_step
 
-ModelProvider = Callable[[RunConfig, ProcessGroupCollection], UntiedGPTModel]
 DatasetsProvider = Callable[[RunConfig], Datasets]
 
 
@@ -48,8 +45,7 @@ def pretrain(
     with errors_in_one_line():
         groups = initialize(config, launch)
         datasets = datasets_provider(config)
-        model = model_provider(config, groups)
-        learner = build_learner(model, config, groups)
+        learner = build_learner(model_provider, config, groups)
         progress = load_checkpoint(config.checkpoint, learner.state, seed=config.seed)
 
     def global_batches_of(dataset, consumed_samples=0):
@@ -62,7 +58,7 @@ def pretrain(
 
     with Reporter(config, launch, start=progress) as report, EarlyExit(config.loop) as early_exit:
         done = f"{progress.iteration} iterations done"
-        report.say(f"{learner.describe()} | {model.describe()} | {done}")
+        report.say(f"{learner.describe()} | {done}")
         if config.loop.skip_train:
             report.evaluation(progress.iteration, validation_loss())
             return

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_untied.platform import device
 from megatron_untied.training.batch import Batch, count_valid_tokens
 from megatron_untied.training.learner import Learner
+from megatron_untied.training.sharding import Sharding
 
-ForwardStep = Callable[[DistributedDataParallel, Batch, Tensor], Tensor]
+ForwardStep = Callable[[nn.Module, Batch, Tensor], Tensor]
 """(model, batch, token_weights [b, s/p]) -> this rank's sum of weight x cross-entropy, fp32."""
 
 
@@ -41,18 +41,16 @@ def train_step(
     Collective over all ranks. The loss is a mean over all ranks' valid tokens: with their number
     known before the first backward, losses and gradients of ranks and micro-batches only add up.
     """
-    model, groups = learner.model, learner.groups
-    valid_tokens = count_valid_tokens(batches, groups.dp_cp)
-    model.zero_grad_buffer()
-    learner.optimizer.zero_grad()
-    lm_loss = forward_backward(model, batches, valid_tokens, forward_step)
-    dist.all_reduce(lm_loss, group=groups.dp_cp)
-    finalize_model_grads([model], pg_collection=groups)
-    updated, grad_norm, _ = learner.optimizer.step()
+    sharding, ranks = learner.sharding, learner.groups.dp_cp
+    valid_tokens = count_valid_tokens(batches, ranks)
+    sharding.zero_grad()
+    lm_loss = forward_backward(sharding, batches, valid_tokens, forward_step)
+    dist.all_reduce(lm_loss, group=ranks)
+    updated, grad_norm = sharding.step()
     learner.scheduler.step(increment=num_samples)
     return StepResult(
         lm_loss=lm_loss.item(),
-        grad_norm=grad_norm,
+        grad_norm=float(grad_norm),
         learning_rate=learner.scheduler.get_lr({}),
         valid_tokens=valid_tokens,
         updated=updated,
@@ -60,7 +58,7 @@ def train_step(
 
 
 def forward_backward(
-    model: DistributedDataParallel,
+    sharding: Sharding,
     batches: list[Batch],
     valid_tokens: int,
     forward_step: ForwardStep,
@@ -71,9 +69,9 @@ def forward_backward(
     """
     total = torch.zeros((), dtype=torch.float64, device=device.current_device())
     for batch in batches:
-        # Gradients are whole, and may be reduced, only in the last backward.
-        with contextlib.nullcontext() if batch is batches[-1] else model.no_sync():
-            loss = forward_step(model, batch, batch.loss_mask / max(1, valid_tokens))
+        is_last = batch is batches[-1]
+        with contextlib.nullcontext() if is_last else sharding.more_to_come():
+            loss = forward_step(sharding.model, batch, batch.loss_mask / max(1, valid_tokens))
             loss.backward()
         total += loss.detach()
     return total

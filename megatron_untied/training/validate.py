@@ -7,7 +7,7 @@ was given, what must hold, and a value that works, in the flags' own names.
 from collections.abc import Iterator
 
 from megatron_untied.config import ModelConfig
-from megatron_untied.training.config import RunConfig, ScheduleConfig
+from megatron_untied.training.config import OptimizationConfig, RunConfig, ScheduleConfig
 
 
 def validate(config: RunConfig, world_size: int) -> None:
@@ -24,6 +24,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _memory(config)
     yield from _tensor_parallel(config)
     yield from _context_parallel(config)
+    yield from _sharding(config.optimization)
     yield from _batch(config, world_size)
     yield from _schedule(config.schedule)
     for name, beta in (
@@ -116,6 +117,19 @@ def _context_parallel(config: RunConfig) -> Iterator[str]:
         yield (
             f"--cp-heads-per-chunk {u} is more than the {heads_a_rank} query heads of a "
             f"tensor-parallel rank; {most} or all exchanges them at once"
+        )
+
+
+def _sharding(optimization: OptimizationConfig) -> Iterator[str]:
+    if optimization.use_torch_fsdp2 and optimization.use_distributed_optimizer:
+        yield (
+            "--use-torch-fsdp2 spreads what --use-distributed-optimizer spreads, and weights and "
+            "gradients too; give one of them"
+        )
+    if optimization.optimizer_cpu_offload and not optimization.use_torch_fsdp2:
+        yield (
+            "--optimizer-cpu-offload needs --use-torch-fsdp2, whose optimizer can run on the host; "
+            "give it instead of --use-distributed-optimizer, or leave the offload out"
         )
 
 

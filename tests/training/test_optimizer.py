@@ -52,7 +52,7 @@ def weight_decay_by_parameter(group, **flags) -> dict[str, float]:
     names = {id(parameter): name for name, parameter in learner.model.module.named_parameters()}
     return {
         names[id(parameter)]: one["weight_decay"]
-        for one in learner.optimizer.param_groups
+        for one in learner.sharding.param_groups
         for parameter in one["params"]
     }
 

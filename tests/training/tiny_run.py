@@ -29,7 +29,7 @@ def learner_on(group: dist.ProcessGroup, **changes: object) -> Learner:
     """The tiny model and its optimizer, without data."""
     config = tiny_config(group.size(), **changes)
     groups = initialize(config, launch_of(group))
-    return build_learner(pretrain_gpt.model_provider(config, groups), config, groups)
+    return build_learner(pretrain_gpt.model_provider, config, groups)
 
 
 def launch_of(group: dist.ProcessGroup) -> Launch:

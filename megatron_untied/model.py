@@ -6,6 +6,7 @@ The layer is handed to megatron-core as a ``ModuleSpec``; nothing in it is patch
 import functools
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_untied.backends import Backend, TransformerImpl, choose_backend
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
@@ -96,6 +98,11 @@ class UntiedGPTModel(GPTModel):
 
     def _postprocess(self, hidden_states, labels=None, loss_mask=None, **kwargs) -> Tensor:
         if labels is None:
+            if isinstance(self, FSDPModule) and torch.is_grad_enabled():
+                raise ValueError(
+                    "logits of a fully sharded model have no backward: its output matrix is "
+                    "gathered in forward only. Ask for them under torch.no_grad()."
+                )
             return super()._postprocess(hidden_states, labels=None, **kwargs)
         return self.loss(hidden_states, self._output_matrix, labels, loss_mask)
 

@@ -1,4 +1,4 @@
-"""Silences what megatron-core says on every start and nobody can act on."""
+"""Silences what megatron-core and torch say on every start and nobody can act on."""
 
 import logging
 import warnings
@@ -18,3 +18,12 @@ def quiet_megatron_core() -> None:
     )
     # On a CPU its "GPU" generator is the CPU's own, and it warns at every fork of the two.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+
+
+def quiet_fully_shard() -> None:
+    """Takes effect on full sharding that runs later."""
+    # The embedding of one sample returns a view. It would matter to an in-place operation that
+    # autograd records: there is none, streamed layers write through an alias.
+    warnings.filterwarnings(
+        "ignore", message=r"FSDP2-wrapped module .* returned a view", category=UserWarning
+    )

@@ -15,7 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron_untied.platform import device
 from megatron_untied.sharding.distributed_optimizer import OptimizerShards
-from megatron_untied.sharding.initialize_weights import initialize_weights
+from megatron_untied.sharding.initialize_weights import initialize_shards, initialize_weights
 from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.sharding import ModelProvider, Sharding
@@ -43,6 +43,9 @@ class MegatronSharding:
         self.model = wrap_data_parallel(bare_model, config, groups)
         self.optimizer = build_optimizer(self.model, config, groups)
         self.shards = OptimizerShards(self.optimizer, bare_model)
+        if config.precision.bf16:
+            # Main weights were copied from the model's; they need not be as coarse.
+            initialize_shards(self.shards, self.layouts, config.model, config.seed)
 
     @property
     def param_groups(self) -> list[dict]:

@@ -7,7 +7,7 @@ was given, what must hold, and a value that works, in the flags' own names.
 from collections.abc import Iterator
 
 from megatron_untied.config import ModelConfig
-from megatron_untied.training.config import OptimizationConfig, RunConfig, ScheduleConfig
+from megatron_untied.training.config import RunConfig, ScheduleConfig
 
 
 def validate(config: RunConfig, world_size: int) -> None:
@@ -24,7 +24,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _memory(config)
     yield from _tensor_parallel(config)
     yield from _context_parallel(config)
-    yield from _sharding(config.optimization)
+    yield from _sharding(config)
     yield from _batch(config, world_size)
     yield from _schedule(config.schedule)
     for name, beta in (
@@ -120,16 +120,24 @@ def _context_parallel(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _sharding(optimization: OptimizationConfig) -> Iterator[str]:
-    if optimization.use_torch_fsdp2 and optimization.use_distributed_optimizer:
-        yield (
-            "--use-torch-fsdp2 spreads what --use-distributed-optimizer spreads, and weights and "
-            "gradients too; give one of them"
-        )
+def _sharding(config: RunConfig) -> Iterator[str]:
+    optimization = config.optimization
     if optimization.optimizer_cpu_offload and not optimization.use_torch_fsdp2:
         yield (
             "--optimizer-cpu-offload needs --use-torch-fsdp2, whose optimizer can run on the host; "
             "give it instead of --use-distributed-optimizer, or leave the offload out"
+        )
+    if not optimization.use_torch_fsdp2:
+        return
+    if optimization.use_distributed_optimizer:
+        yield (
+            "--use-torch-fsdp2 spreads what --use-distributed-optimizer spreads, and weights and "
+            "gradients too; give one of them"
+        )
+    if config.transformer_impl != "local":
+        yield (
+            f"--use-torch-fsdp2 builds the model without memory, and --transformer-impl "
+            f"{config.transformer_impl} allocates its layers; give --transformer-impl local"
         )
 
 

@@ -53,7 +53,7 @@ def logits_and_loss(group, checkpoints: Path, text: Tensor, **changes: object):
     config = config_of(group.size(), checkpoints, **changes)
     groups = make_groups(config.parallel, config.distributed)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    learner = build_learner(pretrain_gpt.model_provider(config, groups), config, groups)
+    learner = build_learner(pretrain_gpt.model_provider, config, groups)
     load_checkpoint(config.checkpoint, learner.state, seed=1)
     layout = SequenceLayout(num_ulysses=groups.cp.size(), rank=groups.cp.rank())
     tokens, labels = layout.shard(text[:, :-1]), layout.shard(text[:, 1:])

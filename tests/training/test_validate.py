@@ -39,6 +39,15 @@ from tests.training.command_line import tiny_config
          "--cp-heads-per-chunk 6 is more than the 4 query heads of a tensor-parallel rank; 4 "),
         (1, {"recompute_granularity": "full", "cpu_offloading_num_layers": 3},
          "--cpu-offloading-num-layers 3 is more than --num-layers 2; 2 offloads all"),
+        (1, {"optimizer_cpu_offload": True},
+         "--optimizer-cpu-offload needs --use-torch-fsdp2, whose optimizer can run on the host; "),
+        (1, {"optimizer_cpu_offload": True, "use_distributed_optimizer": True},
+         "give it instead of --use-distributed-optimizer, or leave the offload out"),
+        (1, {"use_torch_fsdp2": True, "use_distributed_optimizer": True},
+         "--use-torch-fsdp2 spreads what --use-distributed-optimizer spreads, and weights and "
+         "gradients too; give one of them"),
+        (1, {"use_torch_fsdp2": True, "transformer_impl": "transformer_engine"},
+         "--transformer-impl transformer_engine allocates its layers; give --transformer-impl "),
         (1, {"micro_batch_size": 3},
          "--global-batch-size 4 is not a multiple of --micro-batch-size 3 x 1 data-parallel "
          "ranks; 3 is"),

@@ -27,10 +27,9 @@ class FullSharding:
         config: RunConfig,
         groups: ProcessGroupCollection,
     ):
+        wide = replace(config, precision=Precision(bf16=False))  # the rows are fp32
         with torch.device("meta"):  # no rank ever holds the whole model
-            self.model = self.bare_model = model_provider(
-                replace(config, precision=Precision(bf16=False)), groups
-            )
+            self.model = self.bare_model = model_provider(wide, groups)
         self.layouts = parameter_layouts(
             self.model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
         )

@@ -15,7 +15,7 @@ def gather_gradients(learner: Learner) -> dict[str, Tensor]:
     """The gradient of every trained parameter, after the step; collective over all ranks."""
     shards = {shard.name: shard for shard in learner.state.shards.shards(with_moments=False)}
     held = {}
-    for name, parameter in getattr(learner.model, "module", learner.model).named_parameters():
+    for name, parameter in learner.sharding.bare_model.named_parameters():
         layout = learner.state.layouts[name]
         if isinstance(parameter.grad, DTensor):
             rows = parameter.grad.to_local()

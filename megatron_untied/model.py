@@ -41,6 +41,7 @@ from megatron_untied.context_parallel.self_attention import (
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
+from megatron_untied.norms import deferred
 from megatron_untied.platform.device import current_device
 from megatron_untied.rope import RotaryTable
 from megatron_untied.streaming.host_arena import HostArena
@@ -105,8 +106,10 @@ class UntiedGPTModel(GPTModel):
                     "logits of a fully sharded model have no backward: its output matrix is "
                     "gathered in forward only. Ask for them under torch.no_grad()."
                 )
-            return super()._postprocess(hidden_states, labels=None, **kwargs)
-        return self.loss(hidden_states, self._output_matrix, labels, loss_mask)
+            normalized = self.decoder.final_layernorm.normalize(hidden_states)
+            return super()._postprocess(normalized, labels=None, **kwargs)
+        norm = self.decoder.final_layernorm
+        return self.loss(hidden_states, self._output_matrix, labels, loss_mask, norm)
 
     def _output_matrix(self) -> Tensor:
         tied = self.share_embeddings_and_output_weights
@@ -116,15 +119,20 @@ class UntiedGPTModel(GPTModel):
 class Loss(nn.Module):
     """A loss as a module, so that full sharding can gather the output matrix for the call."""
 
-    def __init__(self, cross_entropy: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]):
+    def __init__(self, cross_entropy: Callable[..., Tensor]):
         super().__init__()
         self.cross_entropy = cross_entropy
 
     def forward(
-        self, hidden: Tensor, matrix: Callable[[], Tensor], labels: Tensor, token_weights: Tensor
+        self,
+        hidden: Tensor,
+        matrix: Callable[[], Tensor],
+        labels: Tensor,
+        token_weights: Tensor,
+        norm: nn.Module,
     ) -> Tensor:
         """See :func:`chunked_cross_entropy`. ``matrix`` is asked for when it has been gathered."""
-        return self.cross_entropy(hidden, matrix(), labels, token_weights)
+        return self.cross_entropy(hidden, matrix(), labels, token_weights, norm=norm)
 
 
 def build_model(
@@ -150,7 +158,7 @@ def build_model(
     return UntiedGPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * model.num_layers, layer_norm=backend.norm
+            layer_specs=[layer] * model.num_layers, layer_norm=deferred(backend.norm)
         ),
         vocab_size=model.padded_vocab_size(parallel.tensor_model_parallel_size),
         logical_vocab_size=model.vocab_size,

@@ -10,6 +10,8 @@ where it is made of elementary operations, two fp32 copies (4 H); LayerNorm one 
 In a streamed layer H is that of one tile.
 """
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -46,6 +48,30 @@ class LayerNorm(torch.nn.Module):
         weight, bias = self.weight.to(wide), self.bias.to(wide)
         y = functional.layer_norm(x.to(wide), weight.shape, weight, bias, self.eps)
         return y.to(x.dtype)
+
+
+def deferred(norm: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """``norm`` for a slot whose caller is to hand its input through, to normalize it later.
+
+    Fills the slot of megatron-core's final norm: the loss calls ``normalize`` on a chunk of tokens
+    at a time, so that the normalized hidden states never exist at once.
+    """
+
+    class Deferred:
+        def __new__(cls, **arguments: Any) -> torch.nn.Module:
+            built = norm(**arguments)  # transformer-engine's decides its class by the config
+            built.__class__ = type(type(built).__name__, (_HandsThrough, type(built)), {})
+            return built
+
+    return Deferred
+
+
+class _HandsThrough:
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def normalize(self, x: Tensor) -> Tensor:
+        return super().forward(x)
 
 
 def _parameter(value: Tensor, config: TransformerConfig) -> torch.nn.Parameter:

@@ -17,13 +17,14 @@ Alive at the peak, beside the inputs:
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron_untied.loss.vocabulary_split import VocabularySplit
 from megatron_untied.matmul import accumulation_dtype, add_product_, product
+from megatron_untied.streaming.tiles import GradientSums, tile_backward
 
 
 def chunked_cross_entropy(
@@ -36,6 +37,7 @@ def chunked_cross_entropy(
     chunk_size: int | None = None,
     tp_group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    norm: nn.Module | None = None,
 ) -> Tensor:
     """Sum over tokens of token weight x cross-entropy: one scalar, equal on every TP rank.
 
@@ -51,6 +53,9 @@ def chunked_cross_entropy(
 
     The gradients are ready after forward. So there is one backward for each forward, and
     evaluation belongs under ``torch.no_grad()``, which makes no gradient and leaves ``hidden``.
+
+    With ``norm`` the hidden states are normalized here, a chunk at a time, and what is written over
+    them is the gradient of the residual: it stays one storage from embedding to loss and back.
 
     ``weight.grad_dtype`` is set to fp32, so that a bf16 leaf receives its gradient as it was
     accumulated; with tied embeddings the embedding's gradient is added to it in fp32. All weights
@@ -69,6 +74,8 @@ def chunked_cross_entropy(
         tp_group: the ranks that share the vocabulary; None if it is not split.
         sequence_parallel: gather ``hidden`` over ``tp_group`` and reduce-scatter its gradient, by
             chunks.
+        norm: the final norm, to be applied first: a module with ``normalize``, see
+            :func:`megatron_untied.norms.deferred`. Its own gradients are summed in fp32.
 
     Raises:
         ValueError: for shapes that do not fit together, and for a label outside the vocabulary on
@@ -87,29 +94,37 @@ def chunked_cross_entropy(
         split.by_hidden_row(token_weights).to(accumulation_dtype(hidden.dtype)),
         split,
         _rows_per_chunk(hidden, chunk_size, split),
+        norm,
     )
+    norm_parameters = [] if norm is None else list(norm.parameters())
+    leaves = [x for x in (weight, *norm_parameters) if x.requires_grad]
     # Asked here: inside the Function weights seem to need a gradient even under no_grad.
-    if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
+    if not torch.is_grad_enabled() or not (hidden.requires_grad or leaves):
         return _sum_of_chunks(*inputs)
-    if weight.requires_grad and weight.is_leaf:
-        weight.grad_dtype = accumulation_dtype(weight.dtype)
-    return _ChunkedCrossEntropy.apply(*inputs)
+    for leaf in leaves:
+        if leaf.is_leaf:
+            leaf.grad_dtype = accumulation_dtype(leaf.dtype)
+    return _ChunkedCrossEntropy.apply(*inputs, *norm_parameters)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Both gradients are made in forward; backward scales them and lets go of them."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, token_weights, split, rows_per_chunk):
+    def forward(
+        ctx, hidden, weight, labels, token_weights, split, rows_per_chunk, norm, *norm_parameters
+    ):
         # detach() shares the version counter: whoever saved ``hidden`` for backward will notice.
         d_hidden = hidden.detach() if ctx.needs_input_grad[0] else None
         d_weight = None
         if ctx.needs_input_grad[1]:
             d_weight = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
-        ctx.gradients = [d_hidden, d_weight]
-        return _sum_of_chunks(
-            hidden, weight, labels, token_weights, split, rows_per_chunk, d_hidden, d_weight
-        )
+        norm_sums = None if norm is None else GradientSums(norm)
+        inputs = hidden, weight, labels, token_weights, split, rows_per_chunk, norm
+        loss = _sum_of_chunks(*inputs, d_hidden, d_weight, norm_sums)
+        d_norm = [] if norm_sums is None else norm_sums.in_order()
+        ctx.gradients = d_hidden, d_weight, None, None, None, None, None, *d_norm
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -125,7 +140,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Also when the factor is 1: to ask would make the host wait. A vector takes part in type
         # promotion, where a scalar would be rounded to bf16 before the product.
         scale = d_loss.reshape(1)
-        return *(None if d is None else d.mul_(scale) for d in gradients), None, None, None, None
+        return tuple(None if d is None else d.mul_(scale) for d in gradients)
 
 
 def _sum_of_chunks(
@@ -135,10 +150,12 @@ def _sum_of_chunks(
     token_weights: Tensor,
     split: VocabularySplit,
     rows_per_chunk: int,
+    norm: nn.Module | None,
     d_hidden: Tensor | None = None,
     d_weight: Tensor | None = None,
+    norm_sums: GradientSums | None = None,
 ) -> Tensor:
-    """The loss; fills ``d_hidden`` (it may be ``hidden``) and adds to ``d_weight``, where given.
+    """The loss; fills ``d_hidden`` (it may be ``hidden``) and adds to the others, where given.
 
     ``labels`` and ``token_weights`` come in hidden rows' order, [blocks, n/blocks * b].
     """
@@ -147,15 +164,25 @@ def _sum_of_chunks(
     losses = torch.empty_like(token_weights)
     for start in range(0, len(hidden_rows), rows_per_chunk):
         rows = slice(start, start + rows_per_chunk)
+        x = hidden_rows[rows]
+        y, d_y = x, None if d_hidden is None else d_hidden_rows[rows]
+        if norm is not None:
+            y = norm.normalize(x)
+            d_y = None if norm_sums is None else torch.empty_like(y)
         losses[:, rows] = _chunk_losses(
-            hidden_rows[rows],
+            y,
             weight.detach()[: split.num_columns],
             labels[:, rows].flatten(),
             token_weights[:, rows].flatten(),
             split,
-            None if d_hidden is None else d_hidden_rows[rows],
+            d_y,
             None if d_weight is None else d_weight[: split.num_columns],
         ).view(len(losses), -1)
+        if norm_sums is not None:
+            names = norm_sums.names([""])
+            (dx,) = tile_backward(_normalize, norm, [x], [d_y], norm_sums, names)
+            if d_hidden is not None:
+                d_hidden_rows[rows] = dx
     return (losses * token_weights).sum()  # once: its error does not grow with the chunks
 
 
@@ -183,6 +210,10 @@ def _chunk_losses(
     if d_hidden is not None:  # last: it may overwrite ``hidden``
         split.sum_product_(d_hidden, logits, weight)
     return losses
+
+
+def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
+    return norm.normalize(x)
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:

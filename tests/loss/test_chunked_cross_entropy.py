@@ -5,6 +5,7 @@ parallelism, its positions. Errors are relative to the largest entry of the expe
 """
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
+from megatron_untied.norms import RMSNorm, deferred
 from tests.distributed import rank_shard, run_on_ranks
 
 VOCABULARY = 251
@@ -527,3 +529,63 @@ def test_rejects_what_does_not_fit(change, message):
     given = dict(zip(names, make_case(), strict=True), vocab_size=VOCABULARY) | change
     with pytest.raises(ValueError, match=message):
         chunked_cross_entropy(**given)
+
+
+# --- with the final norm ---
+
+
+def normed_loss_check(group, sequence_parallel, dtype):
+    """Against the same norm applied first: loss, residual gradient, matrix and norm gradients."""
+    generator = torch.Generator().manual_seed(5)
+    n, b, m, vocab = 12, 2, 10, 23
+    x = torch.randn(n, b, m, generator=generator).to(dtype)
+    matrix = torch.randn(24, m, generator=generator).to(dtype)
+    labels = torch.randint(vocab, (b, n), generator=generator)
+    weights = torch.rand(b, n, generator=generator).to(dtype)
+    norm_weight = torch.rand(m, generator=generator).to(dtype) + 0.5
+    x_ref, matrix_ref, norm_ref = (t.clone().requires_grad_() for t in (x, matrix, norm_weight))
+    y = torch.nn.functional.rms_norm(x_ref, (m,), norm_ref, 1e-5)
+    logits = (y @ matrix_ref[:vocab].T).transpose(0, 1).flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
+    expected = (losses * weights.flatten()).sum()
+    expected.backward()
+
+    config = SimpleNamespace(params_dtype=dtype, sequence_parallel=sequence_parallel)
+    norm = deferred(RMSNorm)(config=config, hidden_size=m, eps=1e-5)
+    norm.weight.data.copy_(norm_weight)
+    assert torch.equal(norm(x), x)
+    tp, rank = group.size(), group.rank()
+    mine = x.chunk(tp)[rank] if sequence_parallel else x
+    leaf, own = mine.clone().requires_grad_(), matrix.chunk(tp)[rank].clone().requires_grad_()
+    residual = leaf * 1
+    address = residual.data_ptr()
+    seen = []
+    residual.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
+    loss = chunked_cross_entropy(
+        residual,
+        own,
+        labels,
+        weights,
+        vocab_size=vocab,
+        chunk_size=7,
+        tp_group=group,
+        sequence_parallel=sequence_parallel,
+        norm=norm,
+    )
+    del residual
+    loss.backward()
+    if sequence_parallel:
+        dist.all_reduce(norm.weight.grad, group=group)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+    assert seen == [address]
+    assert torch.allclose(loss, expected, rtol=tolerance)
+    expected_dx = x_ref.grad.chunk(tp)[rank] if sequence_parallel else x_ref.grad
+    pairs = (leaf.grad, expected_dx), (own.grad, matrix_ref.grad.chunk(tp)[rank])
+    for got, want in (*pairs, (norm.weight.grad, norm_ref.grad)):
+        assert torch.allclose(got, want, rtol=tolerance, atol=tolerance * want.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("world_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_norm_by_chunks_equals_norm_first(world_size, sequence_parallel, dtype):
+    run_on_ranks(normed_loss_check, world_size, sequence_parallel, dtype)

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import pretrain_gpt
+from megatron_untied.context_parallel.layout import SequenceLayout
 from megatron_untied.training.batch import Batch
 from megatron_untied.training.initialize import Launch, initialize
 from megatron_untied.training.learner import Learner, build_learner
@@ -47,3 +49,18 @@ def unevenly_masked_batch(samples: dict[str, Tensor], config, groups) -> Batch:
     mask[samples["labels"] % 3 == 0] = 0
     mask[samples["tokens"].sum(1) % 2 == 0, -7:] = 0
     return pretrain_gpt.get_batch(samples | {"loss_mask": mask}, config, groups)
+
+
+def batch_of(groups, *, seed: int) -> Batch:
+    """This rank's part of a micro-batch of 4 samples, of which unequal parts are trained on."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 251, (4, 65), generator=generator)
+    parts = torch.tensor([[0.1], [0.9], [0.5], [0.0]])
+    loss_mask = (torch.rand(4, 64, generator=generator) < parts).float()
+    mine = slice(groups.dp.rank(), None, groups.dp.size())
+    layout = SequenceLayout(num_ulysses=groups.cp.size(), rank=groups.cp.rank())
+    return Batch(
+        tokens=layout.shard(tokens[mine, :-1]),
+        labels=layout.shard(tokens[mine, 1:]),
+        loss_mask=layout.shard(loss_mask[mine]),
+    )

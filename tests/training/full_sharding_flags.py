@@ -1,0 +1,24 @@
+"""Flags of fully sharded runs, to be put together."""
+
+FULL = {"use_torch_fsdp2": True}
+OFFLOAD = {"optimizer_cpu_offload": True}
+CONTEXT = {"context_parallel_size": 2}
+TENSOR = {"tensor_model_parallel_size": 2}
+SEQUENCE = TENSOR | {"sequence_parallel": True}
+HEAD_PARTS = {"qk_layernorm": True, "add_qkv_bias": True}  # vectors of every kind
+DOCUMENTS = {"reset_position_ids": True, "dataloader_inter_document_masking": True}
+TIED = {"untie_embeddings_and_output_weights": None}
+
+
+def streamed(granularity: str, every: int, **flags) -> dict:
+    """Flags of streamed layers in groups of ``every``, with tiles that do not divide."""
+    return {
+        "recompute_granularity": granularity,
+        "recompute_method": "uniform",
+        "recompute_num_layers": every,
+        "sequence_tile_size": 24,
+        "loss_chunk_size": 13,
+    } | flags
+
+
+PARKED = {"cpu_offloading_num_layers": 2, "park_during_attention": True}

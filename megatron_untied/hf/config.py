@@ -5,7 +5,6 @@ the function that the model computes, or is an error.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -185,9 +184,9 @@ def _window(fields: Fields, family: str, num_layers: int) -> int | None:
     if family == "llama":
         return None
     if family == "mistral":
-        return fields.take("sliding_window", None)
+        return fields.take_or_null("sliding_window")  # 4096 in the library if it is left out
     slides = fields.take("use_sliding_window", False)
-    window = fields.take("sliding_window", 4096 if slides else None)
+    window = fields.take("sliding_window", REQUIRED if slides else None)
     first = fields.take("max_window_layers", 28)
     default = ["full_attention"] * num_layers
     if slides:
@@ -217,28 +216,15 @@ def _check_heads(model: ModelConfig, source: str) -> None:
     rotated_width(model.rotary, model.kv_channels)
 
 
-@dataclass(frozen=True, slots=True)
-class _Needs:
-    """What decides which family a model belongs to."""
-
-    add_bias_linear: bool
-    add_qkv_bias: bool
-    qk_layernorm: bool
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> "_Needs":
-        return cls(model.add_bias_linear, model.add_qkv_bias, model.qk_layernorm)
-
-
 def _can_express(family: str, model: ModelConfig) -> bool:
     if model.normalization != "RMSNorm" or not model.swiglu or model.rotary.percent != 1.0:
         return False
-    needs, window = _Needs.of(model), model.window_size is not None
+    biases = model.add_bias_linear, model.add_qkv_bias
     if family == "llama":
         # Its own configuration class insists on the multiple, head_dim or not.
-        fits = model.hidden_size % model.num_attention_heads == 0
-        return fits and not window and not needs.add_qkv_bias and not needs.qk_layernorm
-    return needs == _Needs(False, family == "qwen2", family == "qwen3")
+        fits = model.hidden_size % model.num_attention_heads == 0 and model.window_size is None
+        return fits and not model.qk_layernorm and biases != (False, True)
+    return biases == (False, family == "qwen2") and model.qk_layernorm == (family == "qwen3")
 
 
 def _own_fields(family: str, model: ModelConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], source: str):
         self.source = source
+        self._names = values.keys()
         self._left = {name: value for name, value in values.items() if value is not None}
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
@@ -26,6 +27,14 @@ class Fields:
         if value is REQUIRED:
             raise ValueError(f"{self.source} has no {name}; complete it")
         return value
+
+    def take_or_null(self, name: str) -> Any:
+        """The value of a field that has to be there, but may be null.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        return self.take(name, None if name in self._names else REQUIRED)
 
     def demand(self, name: str, only: Any) -> None:
         """Take a field that may have one value only.

@@ -42,6 +42,7 @@ class Partner:
             global_shape=(self.num_rows, *rest),
             local_shape=(start, *rest),
             rectangles=tuple(rectangles),
+            is_copy=False,
         )
 
 

@@ -53,6 +53,13 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         **SHARED, hidden_size=40, intermediate_size=52, **heads(8, 2), head_dim=10,
         sliding_window=None, rope_parameters=LINEAR,
     ),
+    "mistral-window": MistralConfig(
+        **SHARED, hidden_size=48, intermediate_size=52, **heads(8, 2), sliding_window=9,
+    ),
+    "qwen2-window": Qwen2Config(
+        **SHARED, hidden_size=48, intermediate_size=52, **heads(8, 2), sliding_window=9,
+        use_sliding_window=True, max_window_layers=0,
+    ),
     "qwen2.5": Qwen2Config(**SHARED, hidden_size=56, intermediate_size=76, **heads(28, 4)),
     "qwen2-tied": Qwen2Config(
         **SHARED, hidden_size=48, intermediate_size=36, **heads(6, 2), tie_word_embeddings=True,

@@ -256,6 +256,15 @@ def test_a_window_of_every_layer_or_none():
     assert read(model_config_to_hf(windowed, torch.bfloat16, {})) == windowed
 
 
+def test_a_window_must_be_said():
+    assert read(MISTRAL_7B, sliding_window=None).window_size is None
+    unsaid = {name: value for name, value in MISTRAL_7B.items() if name != "sliding_window"}
+    with rejects("config.json has no sliding_window; complete it"):
+        read(unsaid)
+    with rejects("config.json has no sliding_window; complete it"):
+        read(QWEN_25_7B, use_sliding_window=True, sliding_window=None)
+
+
 def test_family_is_chosen_by_what_it_can_express():
     def family(model, like=None):
         return model_config_to_hf(model, torch.bfloat16, {"model_type": like})["model_type"]

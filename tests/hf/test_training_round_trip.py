@@ -53,7 +53,7 @@ def transformers_loss(folder: Path, samples: dict[str, torch.Tensor]) -> float:
         ("llama3-wide-heads", 2, {"context_parallel_size": 2, "cp_heads_per_chunk": 4,
                                   "use_distributed_optimizer": True}),
         ("qwen2-tied", 2, {"tensor_model_parallel_size": 2}),
-        ("qwen3", 1, {}),
+        ("qwen3", 2, {"use_torch_fsdp2": True}),
     ],
 )  # fmt: skip
 def test_transformers_has_the_loss_that_training_reported(tmp_path, family, world_size, split):

@@ -12,15 +12,15 @@ So every step but the first is block x 2 block pairs on every rank, without a ma
 output meet by their log-sum-exps. In backward a step ends with the gradients of what was borrowed
 on their way back to its owner, who sums them.
 
-Blocks come from their owner and are not relayed from neighbor to neighbor. A relayed block travels
-whole; a rank later in the sequence needs half of it. Gradients that are summed on the way travel
-in fp32 and once more; sent straight home they are as the kernel made them, and summed in fp32 all
-the same.
+Blocks come from their owner instead of being relayed from neighbor to neighbor. A relayed block
+travels whole, while a rank later in the sequence needs half of it: 3/4 of the bytes. Gradients
+that are summed on their way travel in fp32 and one hop more; sent straight home they are in the
+dtype the kernel made them in, and summed in fp32 there: less than 3/8 of the bytes.
 
-Buffers, besides those of :mod:`.untied`, in the size of q or of k of one chunk in the dtype that
-attention computes in: 2 q for the fp32 sum of out or of dq; k and v for each of up to 3 steps
-(2 for a ring of 2, 4 of 3, 6 of more); and in backward, from a ring of 3 on, 2 for a second dk and
-dv. The fp32 sums of dk and dv are those of :mod:`.key_value_gradients`.
+Buffers besides those of :mod:`.untied`, in bf16 chunks of q and of k: 2 q for the fp32 sum of out
+or of dq; 2 k in a ring of 2, 4 k in one of 3, 6 k in a longer one for what is borrowed; and in
+backward, from a ring of 3 on, 2 k for the dk and dv on their way. The sums of dk and dv, those of
+:mod:`.key_value_gradients`, are always fp32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -85,9 +85,9 @@ class Ring:
         self.counter = ExchangeCounter()
 
     def trade(
-        self, send: Sequence[Tensor], to: int, receive: Sequence[Tensor], owner: int
+        self, send: Sequence[Tensor], to: int, receive: Sequence[Tensor], source: int
     ) -> list[dist.Work]:
-        """Send to one rank and receive from another; collective over the group.
+        """Send to rank ``to`` and receive from rank ``source``; collective over the group.
 
         What is returned must be waited for before ``receive`` is read or ``send`` written.
         """
@@ -95,7 +95,7 @@ class Ring:
         self.counter.sent_bytes += sum(x.numel() * x.element_size() for x in send)
         operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x in send]
         operations += [
-            dist.P2POp(dist.irecv, x, group=self.group, group_peer=owner) for x in receive
+            dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for x in receive
         ]
         return dist.batch_isend_irecv(operations)
 
@@ -150,12 +150,9 @@ class RingAttention:
             free = target.buffers(max(step.index - 1, 0) % 2)
             dk, dv = (x[: len(its_k)] for x in free)
             rows, mask = step.queries, self._mask(step, len(q) // 2)
-            its = [x[rows] for x in (d_out, q)]
-            of_all_keys = out[rows], lse[..., rows]
-            gradients = {"dq": dq[rows], "dk": dk, "dv": dv}
-            self.kernel.backward(
-                *its, its_k, its_v, *of_all_keys, **gradients, mask=mask, scale=self.scale
-            )
+            reads = d_out[rows], q[rows], its_k, its_v, out[rows], lse[..., rows]
+            writes = {"dq": dq[rows], "dk": dk, "dv": dv}
+            self.kernel.backward(*reads, **writes, mask=mask, scale=self.scale)
             total[rows].add_(dq[rows])
             returning.finish(target)
             if step.index == 0:

@@ -182,10 +182,10 @@ class Sums:
 class LateRing(Ring):
     """Nothing moves before it is waited for: what is overwritten too early is sent wrong."""
 
-    def trade(self, send, to, receive, owner):
+    def trade(self, send, to, receive, source):
         for x in receive:
             x.fill_(torch.nan)
-        return [LateWork(lambda: super(LateRing, self).trade(send, to, receive, owner))]
+        return [LateWork(lambda: super(LateRing, self).trade(send, to, receive, source))]
 
 
 class LateWork:
@@ -200,8 +200,8 @@ class LateWork:
 class EarlyRing(Ring):
     """All has arrived before anything else is done: what is still read there is overwritten."""
 
-    def trade(self, send, to, receive, owner):
-        for work in super().trade(send, to, receive, owner):
+    def trade(self, send, to, receive, source):
+        for work in super().trade(send, to, receive, source):
             work.wait()
         return []
 
@@ -245,9 +245,9 @@ def test_the_error_does_not_grow_with_the_ring(dtype):
         parts = [x for x in run_on_ranks(ring_error, 4, num_ring, dtype) if x is not None]
         sums = torch.tensor(parts).sum(0)
         errors[num_ring] = (sums[:, 0] / sums[:, 1]).sqrt()
-    # Parts of out are rounded to the dtype before they are summed, and the sum again.
-    assert (errors[2] < 1.7 * errors[1]).all(), errors
-    assert (errors[4] < 1.2 * errors[2]).all(), errors
+    # A part of out is rounded to the dtype, and so is the sum: up to 1.2 times in bf16.
+    assert (errors[2] < 1.3 * errors[1]).all(), errors
+    assert (errors[4] < 1.3 * errors[1]).all(), errors
 
 
 def check_buffers_and_traffic(group):

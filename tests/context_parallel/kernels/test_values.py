@@ -18,33 +18,34 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SCALE = 0.3
 
 
-def strided(num_rows: int, b: int, heads: int, d: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random values in a view that is contiguous in its last dimension only."""
-    wide = torch.randn(num_rows, b + 1, heads + 2, 2 * d, dtype=torch.float64).to(dtype)
-    return wide[:, 1:, 1:-1, d:]
+def strided(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Random values in a view [rows, b, heads, d] that is contiguous in d only."""
+    num_rows, b, heads, d = shape
+    wide = torch.randn(num_rows, b + 1, heads + 2, 2 * d, dtype=torch.float64)
+    return wide.to(device, dtype)[:, 1:, 1:-1, d:]
 
 
-def check(kernel, mask, s_q, s_k, *, b=2, h=4, g=2, d=8, dtype=torch.float64):
+def check(kernel, mask, s_q, s_k, *, b=2, h=4, g=2, d=8, dtype=torch.float64, device="cpu"):
     torch.manual_seed(0)
-    q, d_out = (strided(s_q, b, h, d, dtype) for _ in range(2))
-    k, v = (strided(s_k, b, g, d, dtype) for _ in range(2))
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    q_shape, k_shape, kind = (s_q, b, h, d), (s_k, b, g, d), {"dtype": dtype, "device": device}
+    q, d_out, out, dq = (strided(*q_shape, **kind) for _ in range(4))
+    k, v, dk, dv = (strided(*k_shape, **kind) for _ in range(4))
+    leaves = [x.cpu().double().requires_grad_() for x in (q, k, v)]
     expected, expected_lse = plain.attention(*leaves, mask, SCALE)
-    expected_gradients = torch.autograd.grad(expected, leaves, d_out.double())
+    expected_gradients = torch.autograd.grad(expected, leaves, d_out.cpu().double())
 
-    out, dq, dk, dv = (
-        torch.full_like(strided(len(x), b, x.shape[2], d, dtype), torch.nan) for x in (q, q, k, v)
-    )
+    for x in (out, dq, dk, dv):
+        x.fill_(torch.nan)
     lse = kernel.forward(q, k, v, out=out, mask=mask, scale=SCALE)
     kernel.backward(d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, mask=mask, scale=SCALE)
     assert lse.shape == (b, h, s_q)
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
     blind = expected_lse == -torch.inf
-    assert torch.equal(lse == -torch.inf, blind)
-    results = (lse.masked_fill(blind, 0.0), out, dq, dk, dv)
+    assert torch.equal((lse == -torch.inf).cpu(), blind)
+    results = (lse.cpu().masked_fill(blind, 0.0), out, dq, dk, dv)
     wanted = (expected_lse.masked_fill(blind, 0.0), expected, *expected_gradients)
     for name, x, e in zip(("lse", "out", "dq", "dk", "dv"), results, wanted, strict=True):
-        error = (x.double() - e).abs().max() / e.abs().max().clamp(min=1.0)
+        error = (x.cpu().double() - e).abs().max() / e.abs().max().clamp(min=1.0)
         assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 

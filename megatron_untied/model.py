@@ -143,18 +143,22 @@ def build_model(
     groups: ProcessGroupCollection,
     *,
     kernel: AttentionKernel | None = None,
+    arena: HostArena | None = None,
     transformer_impl: TransformerImpl = "local",
 ) -> UntiedGPTModel:
     """The model of this rank, with uninitialized weights, on the current default device.
 
-    ``kernel`` computes its attention; None takes the best one that this machine has.
+    ``kernel`` computes its attention and ``arena`` is where its layers keep what goes to the host;
+    None takes what is right for this machine.
     """
     if kernel is None:
         kernel = attention_kernel(model, precision)
+    if arena is None:
+        arena = HostArena.for_device(current_device())
     backend = choose_backend(transformer_impl, model.normalization)
     config = transformer_config(model, parallel, precision, transformer_impl)
     parts = attention_parts(model, parallel, groups, kernel)
-    layer = layer_spec(config, backend, parts, memory)
+    layer = layer_spec(config, backend, parts, memory, arena)
     return UntiedGPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
@@ -224,7 +228,11 @@ def context_parallel_groups(
 
 
 def layer_spec(
-    config: TransformerConfig, backend: Backend, parts: AttentionParts, memory: MemoryConfig
+    config: TransformerConfig,
+    backend: Backend,
+    parts: AttentionParts,
+    memory: MemoryConfig,
+    arena: HostArena,
 ) -> ModuleSpec:
     """The streamed layer if anything is to be recomputed, else megatron-core's standard one."""
     submodules = layer_submodules(config, backend, parts)
@@ -236,7 +244,7 @@ def layer_spec(
         layers_per_group=memory.recompute_num_layers,
         host_layers=memory.cpu_offloading_num_layers,
         park=memory.park_during_attention,
-        arena=HostArena.for_device(current_device()),
+        arena=arena,
         workspace=parts.workspace,
     )
     streaming = StreamingParts(tile_size=memory.sequence_tile_size, stash=stash)

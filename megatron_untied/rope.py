@@ -209,4 +209,6 @@ class _Rotate(torch.autograd.Function):
 def _blocks(elements_per_token: int, *tensors: Tensor) -> zip:
     """Cut tensors along their first dimension into blocks of at most ``_BLOCK_ELEMENTS``."""
     tokens = max(1, _BLOCK_ELEMENTS // max(1, elements_per_token))
+    if len(tensors[0]) <= tokens:
+        return zip(*([tensor] for tensor in tensors), strict=True)
     return zip(*(tensor.split(tokens) for tensor in tensors), strict=True)

@@ -5,9 +5,11 @@ Ranks hold the sequence in order, so what arrives from rank 0, 1, ... one after 
 sequence: ``[s, b, my heads, d]``, nothing to rearrange on either side.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -67,3 +69,53 @@ def blocks(flat: Tensor, heads: Sequence[int], n: int, b: int, d: int) -> list[T
     """A flat sequence-side buffer as one [n, b, heads of r, d] view for each rank r."""
     parts = flat.split([n * b * count * d for count in heads])
     return [part.view(n, b, count, d) for part, count in zip(parts, heads, strict=True)]
+
+
+class HeadBlocks:
+    """A flat sequence-side buffer between the order of its exchange and that of [t, b, heads, d].
+
+    Ranks in a row with equally many, evenly spaced heads are moved by one copy.
+    """
+
+    def __init__(self, flat: Tensor, heads: Sequence[range], n: int, b: int, d: int):
+        """``heads[r]``: which heads of the natural order rank r gets."""
+        self._runs: list[tuple[Tensor, list[range]]] = []
+        start = 0
+        for ranks in _evenly_spaced(heads):
+            shape = len(ranks), n, b, len(ranks[0]), d
+            stop = start + torch.Size(shape).numel()
+            self._runs.append((flat[start:stop].view(shape), ranks))
+            start = stop
+
+    def write(self, rows: slice, x: Tensor) -> None:
+        """Put ``x`` [t, b, heads, d] in the places of tokens ``rows``."""
+        for block, ranks in self._runs:
+            block[:, rows].copy_(_heads_by_rank(x, ranks))
+
+    def read(self, rows: slice, out: Tensor) -> None:
+        """Get tokens ``rows`` into their heads of ``out`` [t, b, heads, d]."""
+        for block, ranks in self._runs:
+            _heads_by_rank(out, ranks).copy_(block[:, rows])
+
+
+def _heads_by_rank(x: Tensor, ranks: Sequence[range]) -> Tensor:
+    """[t, b, heads, d] -> the view [ranks, t, b, heads of each, d]."""
+    size = len(ranks[0])
+    step = ranks[1].start - ranks[0].start if len(ranks) > 1 else size
+    windows = x[:, :, ranks[0].start : ranks[-1].stop].unfold(2, size, step)
+    return windows.permute(2, 0, 1, 4, 3)
+
+
+def _evenly_spaced(heads: Sequence[range]) -> Iterator[list[range]]:
+    """Cut the ranks that have heads into runs of as many each, at one distance, none shared."""
+    run: list[range] = []
+    for each in filter(None, heads):
+        distances = {right.start - left.start for left, right in pairwise([*run, each])}
+        if run and (
+            len(each) != len(run[0]) or len(distances) > 1 or min(distances) < len(each)
+        ):
+            yield run
+            run = []
+        run.append(each)
+    if run:
+        yield run

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_untied.context_parallel.all_to_all import HeadExchange, blocks
+from megatron_untied.context_parallel.all_to_all import HeadExchange
 from megatron_untied.context_parallel.head_major import HeadMajor
 from megatron_untied.context_parallel.head_schedule import HeadSchedule, Turn
 from megatron_untied.context_parallel.workspace import ChunkBuffers
@@ -22,9 +22,9 @@ class Projections(Protocol):
     """Any tensor of the device and dtype that attention computes in."""
 
     def write(
-        self, kind: Literal["q", "k", "v"], heads: Sequence[range], views: Sequence[Tensor]
+        self, kind: Literal["q", "k", "v"], heads: Sequence[range], send: Tensor
     ) -> None:
-        """Fill ``views[r]`` [n, b, len(heads[r]), d] with ``heads[r]``, for each rank r."""
+        """Fill ``send``, flat blocks [n, b, len(heads[r]), d] one after the other, r = 0, 1, ..."""
 
 
 @dataclass(slots=True)
@@ -147,8 +147,7 @@ class ChunkLoader:
         counts = [len(each) for each in heads]
         receive = self.buffers.head_side(name, counts[self.exchange.rank])
         send = receive.view(-1) if self.exchange.size == 1 else self._send_buffer(kind, counts)
-        views = blocks(send, counts, self.buffers.n, self.buffers.b, self.buffers.d)
-        self.source.write(kind, heads, views)
+        self.source.write(kind, heads, send)
         chunk.works.append(self.exchange.to_heads(send, receive, counts, self.buffers.unit))
         if not self.overlap:
             chunk.wait()  # the next projection goes into the same send buffer

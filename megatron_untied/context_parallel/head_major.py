@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_untied.context_parallel.all_to_all import blocks
+from megatron_untied.context_parallel.all_to_all import HeadBlocks
 from megatron_untied.context_parallel.head_schedule import HeadSchedule
 
 
@@ -40,6 +40,7 @@ class HeadMajorShape:
     """Where the heads of [n, b, h, d] lie: integers only."""
 
     def __init__(self, schedule: HeadSchedule, n: int, b: int, d: int):
+        self.schedule = schedule
         self.n, self.b, self.h, self.d = n, b, schedule.num_heads, d
         self.overlap = schedule.overlap
         self.heads = [[turn.query for turn in chunk] for chunk in schedule.chunks]
@@ -49,10 +50,13 @@ class HeadMajorShape:
         self.numel = sum(self.slot_numels)
         self.num_ranks = len(schedule.chunks[0])
 
-    def blocks(self, index: int, slot: Tensor) -> list[tuple[range, Tensor]]:
-        """The heads of each rank in a chunk's flat slot, with their view [n, b, heads, d]."""
-        views = blocks(slot, self.counts[index], self.n, self.b, self.d)
-        return list(zip(self.heads[index], views, strict=True))
+    def blocks(self, index: int, slot: Tensor) -> HeadBlocks:
+        """The way in and out of a chunk's flat slot."""
+        return HeadBlocks(slot, self.heads[index], self.n, self.b, self.d)
+
+    def of_tokens(self, n: int) -> "HeadMajorShape":
+        """The same for another number of tokens."""
+        return HeadMajorShape(self.schedule, n, self.b, self.d)
 
     def empty_rows(self, rows: Sequence[slice], like: Tensor) -> tuple[Tensor, list[Tensor]]:
         """A new [t, b, h, d] for several runs of tokens, and its part for each run."""
@@ -68,9 +72,7 @@ class DeviceHeadMajor:
         """``storage`` is flat, ``shape.numel`` elements."""
         self.shape = shape
         self._slots = storage.split(shape.slot_numels)
-        self._views = [
-            block for index, slot in enumerate(self._slots) for block in shape.blocks(index, slot)
-        ]
+        self._blocks = [shape.blocks(index, slot) for index, slot in enumerate(self._slots)]
 
     def slot(self, index: int) -> Tensor:
         """See :class:`HeadMajor`."""
@@ -87,14 +89,18 @@ class DeviceHeadMajor:
         """See :class:`HeadMajor`."""
         out, parts = self.shape.empty_rows(rows, self._slots[0])
         for run, part in zip(rows, parts, strict=True):
-            for heads, view in self._views:
-                part[:, :, heads.start : heads.stop] = view[run]
+            self.read(run, part)
         return out
+
+    def read(self, rows: slice, out: Tensor) -> None:
+        """Get one run of tokens into ``out`` [t, b, h, d]."""
+        for blocks in self._blocks:
+            blocks.read(rows, out)
 
     def write(self, rows: slice, value: Tensor) -> None:
         """See :class:`HeadMajor`."""
-        for heads, view in self._views:
-            view[rows] = value[:, :, heads.start : heads.stop]
+        for blocks in self._blocks:
+            blocks.write(rows, value)
 
     def release(self) -> None:
         """See :class:`HeadMajor`."""

@@ -37,22 +37,30 @@ class GradientTarget:
 
         ``index`` 1 are others than ``index`` 0, for who still needs what he wrote there.
         """
-        sums_are_narrow = self.sums.tensors[0].dtype == self.scratch.like.dtype
-        if sums_are_narrow and self.sums.started.isdisjoint(self.heads):
+        if self._in_place:
             return self.sums.columns(self.heads)
         names = (("dk", "dv"), ("dk_second", "dv_second"))[index]
         return [self.scratch.head_side(name, len(self.heads)) for name in names]
 
     def add(self, dk: Tensor, dv: Tensor, *, rows: slice | None = None) -> None:
         """Add gradients of all tokens, or after those of ``rows`` [len(rows), b, heads, d]."""
-        started = not self.sums.started.isdisjoint(self.heads)
+        started = self._started
         assert started or rows is None, "nothing of the other rows would ever be written"
         for total, part in zip(self.sums.columns(self.heads), (dk, dv), strict=True):
             if started:
                 total[rows or slice(None)].add_(part)
-            elif part.data_ptr() != total.data_ptr():
+            elif not self._in_place:
                 total.copy_(part)
         self.sums.started.update(self.heads)
+
+    @property
+    def _started(self) -> bool:
+        return not self.sums.started.isdisjoint(self.heads)
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether what the kernel writes first are the sums themselves."""
+        return not self._started and self.sums.tensors[0].dtype == self.scratch.like.dtype
 
 
 class KeyValueGradients:

@@ -11,6 +11,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_untied.context_parallel.all_to_all import blocks
 from megatron_untied.context_parallel.attend import LocalAttention
 from megatron_untied.context_parallel.head_major import (
     DeviceHeadMajor,
@@ -192,8 +193,10 @@ class FinishedProjections:
         self.rotary = cos, sin
         self.n, self.b, self.like = q.shape[0], q.shape[1], q
 
-    def write(self, kind, heads, views) -> None:
+    def write(self, kind, heads, send) -> None:
         """See :class:`.chunk_loader.Projections`."""
+        counts = [len(its) for its in heads]
+        views = blocks(send, counts, self.n, self.b, self.tensors[kind].shape[-1])
         for its, view in zip(heads, views, strict=True):
             x = self.tensors[kind][:, :, its.start : its.stop]
             if kind == "v":

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from megatron_untied.context_parallel.head_major import HeadMajorShape
+from megatron_untied.context_parallel.head_major import DeviceHeadMajor, HeadMajorShape
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host_arena import HostArena, HostSlot, prefetch
@@ -21,7 +20,8 @@ class HostRows:
     """
 
     def __init__(self, slot: HostSlot, workspace: Workspace, like: Tensor):
-        self.slot, self.workspace, self.like = slot, workspace, like
+        # An empty one: to keep ``like`` itself would keep its memory.
+        self.slot, self.workspace, self.like = slot, workspace, like.new_empty(0)
         self.shape = tuple(slot.shape)
 
     def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
@@ -63,7 +63,8 @@ class HostHeadMajor:
         like: Tensor,
     ):
         """``name`` tells which tensor it is, as the two are in use at the same time."""
-        self.name, self.shape, self.workspace, self.like = name, shape, workspace, like
+        self.name, self.shape, self.workspace = name, shape, workspace
+        self.like = like.new_empty(0)
         self._sets = 2 if shape.overlap else 1
         self._borrows = not shape.overlap and shape.num_ranks > 1
         self._slots = [arena.reserve((numel,), like.dtype) for numel in shape.slot_numels]
@@ -93,18 +94,16 @@ class HostHeadMajor:
         self.settle()  # the next layer's slots leave through the same device buffers
         out, parts = self.shape.empty_rows(rows, self.like)
         for run, part in zip(rows, parts, strict=True):
-            for index, heads, where in self._pieces(run):
-                piece = self._piece(heads, where)
-                self._slots[index].read(where, piece.view(-1)).wait()
-                part[:, :, heads.start : heads.stop] = piece
+            staged = self._staged(run)
+            _wait([slot.read(place, piece) for slot, place, piece in self._pieces(run, staged)])
+            staged.read(slice(None), part)
         return out
 
     def write(self, rows: slice, value: Tensor) -> None:
         """See :class:`HeadMajor`."""
-        for index, heads, where in self._pieces(rows):
-            piece = self._piece(heads, where)
-            piece.copy_(value[:, :, heads.start : heads.stop])
-            self._slots[index].write(where, piece.view(-1)).wait()
+        staged = self._staged(rows)
+        staged.write(slice(None), value)
+        _wait([slot.write(place, piece) for slot, place, piece in self._pieces(rows, staged)])
 
     def settle(self) -> None:
         """Wait until nothing is on its way to the host."""
@@ -125,20 +124,31 @@ class HostHeadMajor:
             name = DEAD_BUFFERS[self.name][use]
         return self.workspace.take(name, self.shape.slot_numels[index], like=self.like)
 
-    def _piece(self, heads: range, where: slice) -> Tensor:
-        unit = (self.shape.b, len(heads), self.shape.d)
-        rows = (where.stop - where.start) // torch.Size(unit).numel()
-        return self.workspace.take(f"{self.name}_piece", rows, *unit, like=self.like)
+    def _staged(self, rows: slice) -> DeviceHeadMajor:
+        """Device memory for some tokens of all chunks."""
+        shape = self.shape.of_tokens(rows.stop - rows.start)
+        storage = self.workspace.take(f"{self.name}_tile", shape.numel, like=self.like)
+        return DeviceHeadMajor(storage, shape)
 
-    def _pieces(self, rows: slice) -> Iterator[tuple[int, range, slice]]:
-        """Chunk, heads and place in the flat slot of what tokens ``rows`` are made of.
+    def _pieces(
+        self, rows: slice, staged: DeviceHeadMajor
+    ) -> Iterator[tuple[HostSlot, slice, Tensor]]:
+        """Tokens ``rows`` cut so that each piece is contiguous: slot, its part of it, of staged.
 
-        The heads that one rank takes in one chunk are contiguous: [rows, b, heads, d].
+        A piece is what one rank takes in one chunk, [rows, b, heads, d].
         """
-        for index, chunk in enumerate(self.shape.heads):
-            start = 0
-            for heads in chunk:
-                unit = self.shape.b * len(heads) * self.shape.d
-                if heads:
-                    yield index, heads, slice(start + rows.start * unit, start + rows.stop * unit)
+        num_rows = rows.stop - rows.start
+        for index, slot in enumerate(self._slots):
+            start, staged_start, staged_slot = 0, 0, staged.slot(index)
+            for count in self.shape.counts[index]:
+                unit = self.shape.b * count * self.shape.d
+                place = slice(start + rows.start * unit, start + rows.stop * unit)
+                if count:
+                    yield slot, place, staged_slot[staged_start : staged_start + num_rows * unit]
                 start += self.shape.n * unit
+                staged_start += num_rows * unit
+
+
+def _wait(copies: Sequence[Copy]) -> None:
+    for copy in copies:
+        copy.wait()

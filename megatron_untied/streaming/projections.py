@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_untied.context_parallel.all_to_all import HeadBlocks
 from megatron_untied.rope import rotate_
 from megatron_untied.streaming.stash import Rows
 from megatron_untied.streaming.tiles import Tile, split_rows
@@ -34,22 +36,25 @@ class StreamedProjections:
         self.attention = layer.self_attention
 
     def write(
-        self, kind: Literal["q", "k", "v"], heads: Sequence[range], views: Sequence[Tensor]
+        self, kind: Literal["q", "k", "v"], heads: Sequence[range], send: Tensor
     ) -> None:
-        """Fill ``views[r]`` [n, b, len(heads[r]), d] with ``heads[r]``, for each rank r."""
+        """Fill ``send``, flat blocks [n, b, len(heads[r]), d] one after the other, r = 0, 1, ..."""
         # A key-value head that several ranks want is projected once.
         wanted = sorted({head for each in heads for head in each})
         if not wanted:
             return
         weight, bias = self._rows(kind, wanted)
+        d = self.attention.hidden_size_per_attention_head
+        first = {head: place for place, head in enumerate(wanted)}
+        places = [range(first[its[0]], first[its[0]] + len(its)) if its else its for its in heads]
+        blocks = HeadBlocks(send, places, self.n, self.b, d)
         for tile, x in zip(self.tiles, self.x.tiles(self.tiles), strict=True):
-            y = F.linear(self._normed(x), weight, bias).unflatten(-1, (len(wanted), -1))
+            y = F.linear(self._normed(x), weight, bias).unflatten(-1, (len(wanted), d))
             y = self._head_norm(kind, y)
             for rows, part in split_rows(y, tile.seen):
-                for its, view in zip(heads, views, strict=True):
-                    if its:
-                        first = wanted.index(its[0])
-                        self._place(kind, part[:, :, first : first + len(its)], view, rows)
+                if kind != "v":
+                    rotate_(part, *(table[rows] for table in self.rotary))
+                blocks.write(rows, part)
 
     def _normed(self, x: Tensor) -> Tensor:
         y = self.layer.input_layernorm(x)
@@ -78,20 +83,15 @@ class StreamedProjections:
         def pick(parameter: Tensor | None) -> Tensor | None:
             if parameter is None:
                 return None
-            return parameter.unflatten(0, (-1, d))[index].flatten(0, 1)
+            rows = parameter.unflatten(0, (-1, d))
+            # Not rows[index]: a list of numbers would be sent to the device, and waited for.
+            return torch.cat([rows[i] for i in index])
 
         return pick(linear.weight), pick(linear.bias)
 
     def _head_norm(self, kind: str, y: Tensor) -> Tensor:
         norms = {"q": self.attention.q_layernorm, "k": self.attention.k_layernorm, "v": None}
         return y if norms[kind] is None else norms[kind](y)
-
-    def _place(self, kind: str, y: Tensor, view: Tensor, rows: slice) -> None:
-        if kind == "v":
-            view[rows].copy_(y)
-        else:
-            cos, sin = self.rotary
-            rotate_(y, cos[rows], sin[rows], out=view[rows])
 
 
 def queries_keys_values(layer: TransformerLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -90,20 +90,25 @@ class HeadBlocks:
     def write(self, rows: slice, x: Tensor) -> None:
         """Put ``x`` [t, b, heads, d] in the places of tokens ``rows``."""
         for block, ranks in self._runs:
-            block[:, rows].copy_(_heads_by_rank(x, ranks))
+            _tokens(block, rows).copy_(_heads_by_rank(x, ranks))
 
     def read(self, rows: slice, out: Tensor) -> None:
         """Get tokens ``rows`` into their heads of ``out`` [t, b, heads, d]."""
         for block, ranks in self._runs:
-            _heads_by_rank(out, ranks).copy_(block[:, rows])
+            _heads_by_rank(out, ranks).copy_(_tokens(block, rows))
 
 
 def _heads_by_rank(x: Tensor, ranks: Sequence[range]) -> Tensor:
     """[t, b, heads, d] -> the view [ranks, t, b, heads of each, d]."""
     size = len(ranks[0])
     step = ranks[1].start - ranks[0].start if len(ranks) > 1 else size
-    windows = x[:, :, ranks[0].start : ranks[-1].stop].unfold(2, size, step)
+    start, stop = ranks[0].start, ranks[-1].stop
+    windows = x.narrow(2, start, stop - start).unfold(2, size, step)
     return windows.permute(2, 0, 1, 4, 3)
+
+
+def _tokens(block: Tensor, rows: slice) -> Tensor:
+    return block.narrow(1, rows.start, rows.stop - rows.start)
 
 
 def _evenly_spaced(heads: Sequence[range]) -> Iterator[list[range]]:

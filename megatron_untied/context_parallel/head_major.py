@@ -1,5 +1,6 @@
 """[n, b, h, d] kept so that a chunk's heads are one buffer, ready to be exchanged."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -53,6 +54,14 @@ class HeadMajorShape:
     def blocks(self, index: int, slot: Tensor) -> HeadBlocks:
         """The way in and out of a chunk's flat slot."""
         return HeadBlocks(slot, self.heads[index], self.n, self.b, self.d)
+
+    def even_blocks(self, index: int) -> list[torch.Size]:
+        """A chunk's flat slot, cut where ranks differ in heads: [ranks, n, b, heads of each, d]."""
+        return [
+            torch.Size((len(list(ranks)), self.n, self.b, count, self.d))
+            for count, ranks in itertools.groupby(self.counts[index])
+            if count
+        ]
 
     def of_tokens(self, n: int) -> "HeadMajorShape":
         """The same for another number of tokens."""

@@ -1,5 +1,6 @@
 """Tensors of a layer that are on the host and come to the device in parts."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -67,25 +68,27 @@ class HostHeadMajor:
         self.like = like.new_empty(0)
         self._sets = 2 if shape.overlap else 1
         self._borrows = not shape.overlap and shape.num_ranks > 1
-        self._slots = [arena.reserve((numel,), like.dtype) for numel in shape.slot_numels]
-        self._leaving: list[Copy | None] = [None] * self._sets
+        self._slots = [
+            [arena.reserve(blocks, like.dtype) for blocks in shape.even_blocks(index)]
+            for index in range(len(shape.counts))
+        ]
+        self._leaving: list[list[Copy]] = [[] for _ in range(self._sets)]
 
     def slot(self, index: int) -> Tensor:
         """See :class:`HeadMajor`: fetched from the host."""
         slot = self._buffer("slot", index)
-        self._slots[index].fetch(slot).wait()
+        _wait([host.fetch(blocks) for host, blocks in self._pairs(index, slot, self.shape)])
         return slot
 
     def landing(self, index: int) -> Tensor:
         """See :class:`HeadMajor`: a device buffer, free once its last content is on the host."""
-        leaving = self._leaving[index % self._sets]
-        if leaving is not None:
-            leaving.wait()
+        _wait(self._leaving[index % self._sets])
         return self._buffer("landing", index)
 
     def landed(self, index: int) -> None:
         """See :class:`HeadMajor`: starts the copy to the host."""
-        self._leaving[index % self._sets] = self._slots[index].store(self._buffer("landing", index))
+        pairs = self._pairs(index, self._buffer("landing", index), self.shape)
+        self._leaving[index % self._sets] = [host.store(blocks) for host, blocks in pairs]
         if self._borrows:
             self.settle()
 
@@ -94,28 +97,27 @@ class HostHeadMajor:
         self.settle()  # the next layer's slots leave through the same device buffers
         out, parts = self.shape.empty_rows(rows, self.like)
         for run, part in zip(rows, parts, strict=True):
-            staged = self._staged(run)
-            _wait([slot.read(place, piece) for slot, place, piece in self._pieces(run, staged)])
-            staged.read(slice(None), part)
+            staged, pairs = self._staged(run)
+            _wait([host.read((slice(None), run), blocks) for host, blocks in pairs])
+            staged.read(slice(0, len(part)), part)
         return out
 
     def write(self, rows: slice, value: Tensor) -> None:
         """See :class:`HeadMajor`."""
-        staged = self._staged(rows)
-        staged.write(slice(None), value)
-        _wait([slot.write(place, piece) for slot, place, piece in self._pieces(rows, staged)])
+        staged, pairs = self._staged(rows)
+        staged.write(slice(0, len(value)), value)
+        _wait([host.write((slice(None), rows), blocks) for host, blocks in pairs])
 
     def settle(self) -> None:
         """Wait until nothing is on its way to the host."""
         for leaving in self._leaving:
-            if leaving is not None:
-                leaving.wait()
-        self._leaving = [None] * self._sets
+            _wait(leaving)
+            leaving.clear()
 
     def release(self) -> None:
         """Give the host memory back."""
         self.settle()
-        for slot in self._slots:
+        for slot in itertools.chain(*self._slots):
             slot.release()
 
     def _buffer(self, use: Literal["landing", "slot"], index: int) -> Tensor:
@@ -124,29 +126,24 @@ class HostHeadMajor:
             name = DEAD_BUFFERS[self.name][use]
         return self.workspace.take(name, self.shape.slot_numels[index], like=self.like)
 
-    def _staged(self, rows: slice) -> DeviceHeadMajor:
-        """Device memory for some tokens of all chunks."""
+    def _staged(self, rows: slice) -> tuple[DeviceHeadMajor, list[tuple[HostSlot, Tensor]]]:
+        """Device memory for some tokens of all chunks, and which part of it belongs to which slot."""
         shape = self.shape.of_tokens(rows.stop - rows.start)
         storage = self.workspace.take(f"{self.name}_tile", shape.numel, like=self.like)
-        return DeviceHeadMajor(storage, shape)
+        staged = DeviceHeadMajor(storage, shape)
+        chunks = range(len(self._slots))
+        return staged, [
+            pair for index in chunks for pair in self._pairs(index, staged.slot(index), shape)
+        ]
 
-    def _pieces(
-        self, rows: slice, staged: DeviceHeadMajor
-    ) -> Iterator[tuple[HostSlot, slice, Tensor]]:
-        """Tokens ``rows`` cut so that each piece is contiguous: slot, its part of it, of staged.
-
-        A piece is what one rank takes in one chunk, [rows, b, heads, d].
-        """
-        num_rows = rows.stop - rows.start
-        for index, slot in enumerate(self._slots):
-            start, staged_start, staged_slot = 0, 0, staged.slot(index)
-            for count in self.shape.counts[index]:
-                unit = self.shape.b * count * self.shape.d
-                place = slice(start + rows.start * unit, start + rows.stop * unit)
-                if count:
-                    yield slot, place, staged_slot[staged_start : staged_start + num_rows * unit]
-                start += self.shape.n * unit
-                staged_start += num_rows * unit
+    def _pairs(
+        self, index: int, flat: Tensor, shape: HeadMajorShape
+    ) -> list[tuple[HostSlot, Tensor]]:
+        """A chunk's slots on the host, each with its part of ``flat``, a chunk of ``shape``."""
+        blocks = shape.even_blocks(index)
+        parts = flat.split([each.numel() for each in blocks])
+        views = (part.view(each) for part, each in zip(parts, blocks, strict=True))
+        return list(zip(self._slots[index], views, strict=True))
 
 
 def _wait(copies: Sequence[Copy]) -> None:

@@ -116,9 +116,7 @@ def _evenly_spaced(heads: Sequence[range]) -> Iterator[list[range]]:
     run: list[range] = []
     for each in filter(None, heads):
         distances = {right.start - left.start for left, right in pairwise([*run, each])}
-        if run and (
-            len(each) != len(run[0]) or len(distances) > 1 or min(distances) < len(each)
-        ):
+        if run and (len(each) != len(run[0]) or len(distances) > 1 or min(distances) < len(each)):
             yield run
             run = []
         run.append(each)

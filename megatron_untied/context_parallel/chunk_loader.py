@@ -21,9 +21,7 @@ class Projections(Protocol):
     like: Tensor
     """Any tensor of the device and dtype that attention computes in."""
 
-    def write(
-        self, kind: Literal["q", "k", "v"], heads: Sequence[range], send: Tensor
-    ) -> None:
+    def write(self, kind: Literal["q", "k", "v"], heads: Sequence[range], send: Tensor) -> None:
         """Fill ``send``, flat blocks [n, b, len(heads[r]), d] one after the other, r = 0, 1, ..."""
 
 

@@ -127,7 +127,7 @@ class HostHeadMajor:
         return self.workspace.take(name, self.shape.slot_numels[index], like=self.like)
 
     def _staged(self, rows: slice) -> tuple[DeviceHeadMajor, list[tuple[HostSlot, Tensor]]]:
-        """Device memory for some tokens of all chunks, and which part of it belongs to which slot."""
+        """Device memory for some tokens of all chunks, and its parts with the slots they are of."""
         shape = self.shape.of_tokens(rows.stop - rows.start)
         storage = self.workspace.take(f"{self.name}_tile", shape.numel, like=self.like)
         staged = DeviceHeadMajor(storage, shape)

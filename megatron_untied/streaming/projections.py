@@ -35,9 +35,7 @@ class StreamedProjections:
         self.b, self.like = x.shape[1], x.like
         self.attention = layer.self_attention
 
-    def write(
-        self, kind: Literal["q", "k", "v"], heads: Sequence[range], send: Tensor
-    ) -> None:
+    def write(self, kind: Literal["q", "k", "v"], heads: Sequence[range], send: Tensor) -> None:
         """Fill ``send``, flat blocks [n, b, len(heads[r]), d] one after the other, r = 0, 1, ..."""
         # A key-value head that several ranks want is projected once.
         wanted = sorted({head for each in heads for head in each})

@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from megatron_untied.config import MemoryConfig, ParallelConfig
+from megatron_untied.streaming.copy_engine import CopyEngine
+from megatron_untied.streaming.host_arena import HostArena
+from megatron_untied.streaming.host_memory import allocate_pageable
 from tests.distributed import run_on_ranks
 from tests.models import batch, make_model, parallel_groups, tiny
+from tests.streaming.simulated_streams import LateStreams
 
 # The same sums in another order, in fp32: tiles instead of whole matrices.
 TOLERANCE = 5e-6
@@ -95,3 +99,48 @@ def test_every_model_part_is_streamed():
     run_on_ranks(check_equals_autograd, 2, config, parallel, list(memory_configs()))
     config = tiny(normalization="LayerNorm", add_bias_linear=True, swiglu=False)
     run_on_ranks(check_equals_autograd, 2, config, parallel, list(memory_configs()))
+
+
+def check_late_copies(group, memories, overlap):
+    """Copies run only when something waits for them: a forgotten wait reads wrong data."""
+    config = tiny(num_layers=4)
+    parallel = ParallelConfig(
+        context_parallel_size=group.size(), heads_per_chunk=2, cp_overlap=overlap
+    )
+    groups, data = parallel_groups(parallel), batch(config, 24, 2)
+    for memory in memories:
+        late = HostArena(CopyEngine(LateStreams()), allocate_pageable)
+        models = [
+            make_model(config, parallel, memory, groups=groups, arena=arena)
+            for arena in (None, late)
+        ]
+        layout = models[0].decoder.layers[0].self_attention.parts.layout
+        for _ in range(2):
+            (loss, expected), (late_loss, gradients) = (
+                loss_and_gradients(model, data, layout) for model in models
+            )
+        assert torch.equal(late_loss, loss), memory
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, expected[name]), f"{name} with {memory}"
+        assert late.used_bytes == 0
+        assert late.num_allocations > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_copy_is_waited_for(overlap):
+    memories = [
+        MemoryConfig(
+            recompute_granularity=granularity,
+            recompute_num_layers=every,
+            sequence_tile_size=5,
+            cpu_offloading_num_layers=4,
+            park_during_attention=park,
+        )
+        for granularity, every, park in (
+            ("full", 1, False),
+            ("full", 2, True),
+            ("selective", 1, True),
+            ("selective", 3, False),
+        )
+    ]
+    run_on_ranks(check_late_copies, 2, memories, overlap)

@@ -56,6 +56,6 @@ def test_the_index_is_read_once(tmp_path):
 
 
 def test_errors_stay_what_they_are(tmp_path):
-    gap = {"x": GlobalTensor((5, 7), [Piece((0, 0), torch.ones(4, 7))])}
-    with pytest.raises(ValueError, match="Failed to validate global plan"):
-        write_tensors(tmp_path, gap)
+    pieces = [Piece((row, 0), torch.ones(4, 7)) for row in (0, 1)]
+    with pytest.raises(ValueError, match="x has overlapping chunks"):
+        write_tensors(tmp_path, {"x": GlobalTensor((5, 7), pieces)})

@@ -13,3 +13,6 @@ import megatron.core  # noqa: E402
 import megatron.core.distributed  # noqa: E402
 import megatron.core.models.gpt  # noqa: E402
 import megatron.core.optimizer  # noqa: E402, F401
+import transformers  # noqa: E402, F401
+
+import pretrain_gpt  # noqa: E402, F401

@@ -1,0 +1,114 @@
+"""Whatever a step keeps, recomputes, moves or shards: the same losses and gradient norms.
+
+A generated design has every pair of values of the memory features; the full product is slow.
+"""
+
+import pytest
+
+from megatron_untied.training.metrics import read_metrics
+from tests.all_pairs import all_pairs, product, values_of
+from tests.distributed import run_on_ranks
+from tests.training.tiny_run import train
+
+LAYERS = 4
+FACTORS = {
+    "recompute": [None, *((kind, k) for kind in ("full", "selective") for k in (1, 2, 3))],
+    "host_layers": [0, 2, LAYERS],
+    "park": [False, True],
+    "tile": [None, 24, 7],
+    "loss_chunk": [1, 13, None],
+    "sharding": [None, "use_distributed_optimizer", "use_torch_fsdp2"],
+    "context": [1, 2, 4],
+    "tensor": [1, 2],
+    "heads": ["all", "fewest"],
+}
+
+
+def is_valid(case: dict) -> bool:
+    """At most four ranks; without recomputation nothing is stashed, parked or tiled."""
+    plain = case["host_layers"] == 0 and not case["park"] and case["tile"] is None
+    return case["context"] * case["tensor"] <= 4 and (case["recompute"] is not None or plain)
+
+
+def flags_of(case: dict) -> dict:
+    flags = {
+        "num_layers": LAYERS,
+        "train_iters": 5,
+        "context_parallel_size": case["context"],
+        "tensor_model_parallel_size": case["tensor"],
+        "cp_heads_per_chunk": "all" if case["heads"] == "all" else case["context"],
+        "loss_chunk_size": case["loss_chunk"],
+        "sequence_tile_size": case["tile"],
+        "park_during_attention": case["park"] or None,
+    }
+    if case["tensor"] > 1:
+        flags["sequence_parallel"] = True
+    if case["recompute"]:
+        kind, every = case["recompute"]
+        flags |= {"recompute_granularity": kind, "recompute_method": "uniform"}
+        flags |= {"recompute_num_layers": every, "cpu_offloading_num_layers": case["host_layers"]}
+    if case["sharding"]:
+        flags[case["sharding"]] = True
+    return flags
+
+
+def curve(folder, case: dict | None, **changes) -> list[dict]:
+    """Metrics of five iterations on as many ranks as the case needs; two where it shards."""
+    flags = {"num_layers": LAYERS, "train_iters": 5} if case is None else flags_of(case)
+    ranks = 1 if case is None else case["context"] * case["tensor"]
+    if case and case["sharding"]:
+        ranks = max(ranks, 2)
+    path = folder / "metrics.jsonl"
+    run_on_ranks(train, ranks, path, **flags, **changes)
+    return read_metrics(path)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return curve(tmp_path_factory.mktemp("plain"), None)
+
+
+@pytest.fixture(scope="module")
+def plain_bf16(tmp_path_factory):
+    return curve(tmp_path_factory.mktemp("plain"), None, bf16=True)
+
+
+def assert_same(got: list[dict], expected: list[dict], loss: float, norm: float) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=loss)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=norm)
+
+
+def name(case: dict) -> str:
+    return "-".join(str(value) for value in case.values()).replace(" ", "")
+
+
+CASES = all_pairs(FACTORS, is_valid)
+
+
+def test_the_design_holds_every_pair():
+    held = {(f, str(c[f]), g, str(c[g])) for c in CASES for f in c for g in c}
+    for combination in product(FACTORS, is_valid):
+        case = values_of(combination, FACTORS)
+        assert held >= {(f, str(case[f]), g, str(case[g])) for f in case for g in case}
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_every_pair_of_features_trains_alike(case, plain, tmp_path):
+    # The order of sums differs; Adam turns that into whole steps where a gradient is nearly zero.
+    assert_same(curve(tmp_path, case), plain, loss=1e-6, norm=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES[:6], ids=name)
+def test_bf16_trains_alike_within_its_rounding(case, plain_bf16, tmp_path):
+    # Activations carry 8 bits, and tiles, chunks and ranks round at other places.
+    assert_same(curve(tmp_path, case, bf16=True), plain_bf16, loss=1e-3, norm=2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("recompute", FACTORS["recompute"], ids=str)
+def test_the_full_product_trains_alike(recompute, plain, tmp_path):
+    factors = FACTORS | {"recompute": [recompute]}
+    for combination in product(factors, is_valid):
+        assert_same(curve(tmp_path, values_of(combination, factors)), plain, loss=1e-6, norm=1e-5)

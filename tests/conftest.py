@@ -2,8 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import settings
 
 import megatron_untied  # noqa: F401 - before any test imports megatron.core
+
+# A deadline for each example would fail tests on a machine that is busy with something else.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser):

@@ -39,7 +39,7 @@ from megatron_untied.platform import device
 def shard_model(
     model: GPTModel, group: ProcessGroup, *, compute_dtype: torch.dtype, offload: bool
 ) -> None:
-    """Cut fp32 parameters on the meta device into rows and allocate this rank's.
+    """Cut parameters on the meta device into rows and allocate this rank's, in fp32.
 
     The values are not set, and megatron-core's attributes on parameters are gone afterwards.
 
@@ -51,7 +51,6 @@ def shard_model(
     """
     for name, parameter in model.named_parameters():
         assert parameter.is_meta, f"{name} was allocated as a whole"
-        assert parameter.dtype == torch.float32, f"{name} would be updated in {parameter.dtype}"
     assert not list(model.buffers()), "a buffer would be left without a value"
     here = device.current_device()
     with unset_fake_temporarily():  # a mesh is made of numbers, also where a trace fakes tensors
@@ -64,11 +63,20 @@ def shard_model(
         ),
         offload_policy=CPUOffloadPolicy(here.type == "cuda") if offload else OffloadPolicy(),
     )
+    _widen(model)
     for unit in _units(model):
         shard(unit)
     shard(model)
     _schedule_collectives(model)
     model.to_empty(device="cpu" if offload else here)
+
+
+def _widen(model: nn.Module) -> None:
+    """Make all parameters fp32. Not ``model.float()``: it cannot convert traced parameters."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            wide = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+            setattr(module, name, wide)
 
 
 def _units(model: GPTModel) -> Iterator[list[nn.Module]]:

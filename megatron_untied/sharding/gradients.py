@@ -1,6 +1,7 @@
 """What is left to do with gradients that lie on many ranks: add up, measure, clip."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,19 +11,30 @@ from torch.distributed import ProcessGroup
 from megatron_untied.platform import device
 
 
-def partial_gradients(model: nn.Module) -> set[str]:
-    """Names of parameters that every tensor-parallel rank has, but of whose gradient only a part.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorParallelCopies:
+    """Names of parameters that every tensor-parallel rank holds all of."""
 
-    Norms that saw this rank's tokens (sequence parallelism) or heads. Call it on a bare model:
-    sharding drops megatron-core's marks.
-    """
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if getattr(parameter, "sequence_parallel", False)
-        or "q_layernorm" in name
-        or "k_layernorm" in name
-    }
+    names: frozenset[str]
+    partial: frozenset[str]
+    """Those of whose gradient each rank has a part only: it saw its tokens or its heads."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "TensorParallelCopies":
+        """Reads megatron-core's marks, which sharding drops: ``model`` is bare."""
+        names = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not getattr(parameter, "tensor_model_parallel", False)
+        }
+        partial = (
+            name
+            for name, parameter in names.items()
+            if getattr(parameter, "sequence_parallel", False)
+            or "q_layernorm" in name
+            or "k_layernorm" in name
+        )
+        return cls(names=frozenset(names), partial=frozenset(partial))
 
 
 def add_up_(gradients: Sequence[Tensor], group: ProcessGroup) -> None:

@@ -8,7 +8,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_untied.sharding.fsdp import shard_model
-from megatron_untied.sharding.gradients import add_up_, clip_, global_norm, partial_gradients
+from megatron_untied.sharding.gradients import (
+    TensorParallelCopies,
+    add_up_,
+    clip_,
+    global_norm,
+)
 from megatron_untied.sharding.initialize_weights import initialize_shards
 from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.sharding.row_shards import RowShards
@@ -30,7 +35,7 @@ class FullSharding:
         self.layouts = parameter_layouts(
             self.model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
         )
-        self._partial = partial_gradients(self.model)
+        self._copies = TensorParallelCopies.of(self.model)
         self._groups, self._clip_grad = groups, config.optimization.clip_grad
         shard_model(
             self.model,
@@ -67,13 +72,13 @@ class FullSharding:
             for name, parameter in self._parameters.items()
             if parameter.grad is not None
         }
-        groups = self._groups
-        add_up_([gradients[name] for name in gradients if name in self._partial], groups.tp)
+        groups, copies = self._groups, self._copies
+        add_up_([gradients[name] for name in gradients if name in copies.partial], groups.tp)
         # What every tensor-parallel rank has counts on the first.
         counted = [
             gradient
             for name, gradient in gradients.items()
-            if groups.tp.rank() == 0 or not self.layouts[name].is_copy
+            if groups.tp.rank() == 0 or name not in copies.names
         ]
         norm = global_norm(counted, [groups.dp_cp, groups.tp])
         clip_(list(gradients.values()), norm, self._clip_grad)

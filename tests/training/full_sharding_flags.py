@@ -5,7 +5,7 @@ OFFLOAD = {"optimizer_cpu_offload": True}
 CONTEXT = {"context_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
-HEAD_PARTS = {"qk_layernorm": True, "add_qkv_bias": True}  # vectors of every kind
+VECTORS = {"qk_layernorm": True, "disable_bias_linear": None, "normalization": "LayerNorm"}
 DOCUMENTS = {"reset_position_ids": True, "dataloader_inter_document_masking": True}
 TIED = {"untie_embeddings_and_output_weights": None}
 

@@ -11,12 +11,12 @@ from tests.training.full_sharding_flags import (
     CONTEXT,
     DOCUMENTS,
     FULL,
-    HEAD_PARTS,
     OFFLOAD,
     PARKED,
     SEQUENCE,
     TENSOR,
     TIED,
+    VECTORS,
     streamed,
 )
 from tests.training.tiny_run import batch_of, learner_on, train
@@ -34,9 +34,9 @@ def plain(tmp_path_factory):
     """One rank, ordinary autograd, megatron-core's optimizer."""
     folder = tmp_path_factory.mktemp("plain")
     return {
-        "untied": curve(folder / "untied", 1, **HEAD_PARTS),
-        "tied": curve(folder / "tied", 1, **HEAD_PARTS, **TIED),
-        "documents": curve(folder / "documents", 1, **HEAD_PARTS, **DOCUMENTS),
+        "untied": curve(folder / "untied", 1, **VECTORS),
+        "tied": curve(folder / "tied", 1, **VECTORS, **TIED),
+        "documents": curve(folder / "documents", 1, **VECTORS, **DOCUMENTS),
     }
 
 
@@ -59,7 +59,7 @@ def test_five_steps_are_those_of_one_rank(tmp_path, plain, world_size, flags):
     kinds = {"tied": TIED, "documents": DOCUMENTS}
     kind = next((name for name, its in kinds.items() if its.items() <= flags.items()), "untied")
     expected = plain[kind]
-    shared = curve(tmp_path, world_size, **FULL, **HEAD_PARTS, **flags)
+    shared = curve(tmp_path, world_size, **FULL, **VECTORS, **flags)
     assert len(shared) == len(expected) == 5
     for ours, theirs in zip(shared, expected, strict=True):
         # The order of sums alone differs.
@@ -71,7 +71,7 @@ def test_five_steps_are_those_of_one_rank(tmp_path, plain, world_size, flags):
 
 
 def initial_state(group, **flags):
-    learner = learner_on(group, **HEAD_PARTS, **flags)
+    learner = learner_on(group, **VECTORS, **flags)
     shards = learner.state.shards.shards(with_moments=True)
     held = sum(shard.value.numel() for shard in shards)
     return gather_state(learner), held / learner.num_parameters, learner.state.shards.step()

@@ -57,7 +57,7 @@ def trace_step(config: RunConfig, *, world_size: int, rank: int = 0) -> StepTrac
             config.model,
             config.parallel,
             config.memory,
-            config.precision,
+            type(config.precision)(bf16=False),
             groups,
             kernel=kernel,
             arena=arena,

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from megatron_untied.platform import single_kernels
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of such values are held in: fp32, or fp64 for fp64."""
@@ -17,7 +19,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     dtype = accumulation_dtype(a.dtype)
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
-    return (a @ b).to(dtype)
+    return single_kernels.product(a, b, dtype)
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -28,4 +30,5 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """
     if total.is_cuda and total.dtype != a.dtype:
         return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    return total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    single_kernels.add_product_(total, a, b)
+    return total

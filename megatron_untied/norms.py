@@ -1,12 +1,11 @@
 """RMSNorm and LayerNorm for megatron-core's norm slots, on torch's own functions.
 
 Megatron-core's torch norm refuses sequence parallelism, its others need transformer-engine or
-apex. These run anywhere; on CUDA torch has a fused kernel for both.
+apex. These run anywhere, with one kernel each way.
 
 Statistics, arithmetic and the sums over tokens in the weights' gradients are fp32 for a bf16 input;
 results are rounded once. What autograd keeps of a bf16 input of H bytes, besides 4 to 8 bytes a
-token of statistics: RMSNorm on CUDA the input itself (0 H more), elsewhere, fake tensors included,
-where it is made of elementary operations, two fp32 copies (4 H); LayerNorm one fp32 copy (2 H).
+token of statistics: RMSNorm the input itself (0 H more), LayerNorm one fp32 copy (2 H).
 In a streamed layer H is that of one tile.
 """
 
@@ -16,6 +15,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
+
+from megatron_untied.platform import single_kernels
 
 
 class RMSNorm(torch.nn.Module):
@@ -28,7 +29,9 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] -> [..., hidden_size]."""
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if x.is_cuda:
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return single_kernels.rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(torch.nn.Module):

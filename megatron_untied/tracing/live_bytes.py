@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_iter
 
 from megatron_untied.tracing.shortcuts import shortcut
@@ -80,6 +83,8 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor: it comes back with its local tensor
         kwargs = kwargs or {}
         quick = shortcut(func, args)
         if quick is not None:
@@ -98,10 +103,11 @@ class LiveBytes(TorchDispatchMode):
             self._change(alive, storage.nbytes())
 
     def _track(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        key = storage._cdata
+        key, its_cause = storage._cdata, cause()
         reference = weakref.ref(storage, lambda _: self._forget(key))
-        self._alive[key] = alive = _Alive(reference, 0, cause())
-        self._change(alive, num_bytes)
+        self._alive[key] = alive = _Alive(reference, 0, its_cause or "nobody")
+        if its_cause is not None:
+            self._change(alive, num_bytes)
 
     def _forget(self, key: int) -> None:
         self._change(self._alive.pop(key), 0)

@@ -30,13 +30,16 @@ _ROOTS = (
 """Folders whose code is a cause, and what comes before a file's name in them."""
 
 
-def cause() -> str:
+def cause() -> str | None:
     """File, line and function of the innermost frame whose code somebody here answers for.
 
-    A buffer of the workspace is named instead, as it is taken from many places.
+    A buffer of the workspace is named instead, as it is taken from many places. None for what is
+    nobody's memory: tensors with which DTensor works out shapes.
     """
     for frame in _frames():
         code = frame.f_code
+        if code.co_filename.endswith("/torch/distributed/tensor/_sharding_prop.py"):
+            return None
         if code.co_name == "take" and code.co_filename.endswith("workspace.py"):
             return f"workspace: {frame.f_locals['name']}"
         place = _place(code.co_filename)

@@ -31,7 +31,9 @@ class FullSharding:
         groups: ProcessGroupCollection,
     ):
         with torch.device("meta"):  # no rank ever holds the whole model
-            self.model = model_provider(config, groups)
+            # In the run's precision, which its kernel is chosen for; the rows that are updated
+            # are fp32 all the same.
+            self.model = model_provider(config, groups).float()
         self.layouts = parameter_layouts(
             self.model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
         )

@@ -1,0 +1,1 @@
+"""Counts what a training step takes of a device, on a machine that has none."""

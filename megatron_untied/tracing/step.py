@@ -84,9 +84,7 @@ def trace_step(config: RunConfig, *, world_size: int, rank: int = 0) -> StepTrac
 
 
 @contextlib.contextmanager
-def _fake_groups(
-    config: RunConfig, world_size: int, rank: int
-) -> Iterator[ProcessGroupCollection]:
+def _fake_groups(config: RunConfig, world_size: int, rank: int) -> Iterator[ProcessGroupCollection]:
     """The groups of a rank whose collectives return at once, having done nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

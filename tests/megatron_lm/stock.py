@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megatron_untied.config import ModelConfig
 from megatron_untied.model import transformer_config
-from megatron_untied.sharding.initialize_weights import initialize_weights
 from megatron_untied.training.config import RunConfig
-from megatron_untied.training.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
+from megatron_untied.training.optimizer import MegatronSharding, build_scheduler
 
 
 def named(name: str) -> ModuleSpec:
@@ -59,25 +58,22 @@ def forward_step(batches, model):
 
 def train(model: GPTModel, config: RunConfig, groups, steps: list[list[dict]]) -> list[float]:
     """The loss of each step; a step is a list of micro-batches of whole sequences."""
-    initialize_weights(model, config.model, config.seed, groups.tp)
+    sharding = MegatronSharding(lambda *_: model, config, groups)
     model.config.finalize_model_grads_func = finalize_model_grads
-    wrapped = wrap_data_parallel(model, config, groups)
-    optimizer = build_optimizer(wrapped, config, groups)
-    scheduler = build_scheduler(optimizer, config)
+    scheduler = build_scheduler(sharding, config)
     losses = []
     for batches in steps:
-        wrapped.zero_grad_buffer()
-        optimizer.zero_grad()
+        sharding.zero_grad()
         reports = forward_backward_no_pipelining(
             forward_step_func=forward_step,
             data_iterator=iter(batches),
-            model=[wrapped],
+            model=[sharding.model],
             num_microbatches=len(batches),
             seq_length=config.batch.seq_length,
             micro_batch_size=config.batch.micro_batch_size,
             forward_only=False,
         )
-        optimizer.step()
+        sharding.optimizer.step()
         scheduler.step(increment=config.batch.global_batch_size)
         total = torch.stack([report["lm loss"] for report in reports]).sum(0)
         dist.all_reduce(total, group=groups.dp_cp)

@@ -44,7 +44,7 @@ def steps(config):
 
 
 def our_losses(config, groups):
-    learner = build_learner(pretrain_gpt.model_provider(config, groups), config, groups)
+    learner = build_learner(pretrain_gpt.model_provider, config, groups)
     results = [
         train_step(
             learner,

@@ -238,19 +238,27 @@ def layer_spec(
     submodules = layer_submodules(config, backend, parts)
     if memory.recompute_granularity is None:
         return ModuleSpec(module=TransformerLayer, submodules=submodules)
+    return ModuleSpec(
+        module=UntiedTransformerLayer,
+        params={"streaming": streaming_parts(config.num_layers, memory, parts.workspace, arena)},
+        submodules=submodules,
+    )
+
+
+def streaming_parts(
+    num_layers: int, memory: MemoryConfig, workspace: Workspace, arena: HostArena
+) -> StreamingParts:
+    """What the streamed layers of one model share: tile size, and what is kept where."""
     stash = Stash(
-        num_layers=config.num_layers,
+        num_layers=num_layers,
         selective=memory.recompute_granularity == "selective",
         layers_per_group=memory.recompute_num_layers,
         host_layers=memory.cpu_offloading_num_layers,
         park=memory.park_during_attention,
         arena=arena,
-        workspace=parts.workspace,
+        workspace=workspace,
     )
-    streaming = StreamingParts(tile_size=memory.sequence_tile_size, stash=stash)
-    return ModuleSpec(
-        module=UntiedTransformerLayer, params={"streaming": streaming}, submodules=submodules
-    )
+    return StreamingParts(tile_size=memory.sequence_tile_size, stash=stash)
 
 
 def layer_submodules(
@@ -274,13 +282,19 @@ def layer_submodules(
         ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=backend.norm,
-        mlp=ModuleSpec(
-            module=MLP,
-            params={"ffn_hidden_size": config.ffn_hidden_size},
-            submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
-        ),
+        mlp=mlp_slot(config, MLPSubmodules(linear_fc1=column, linear_fc2=row)),
         mlp_bda=get_bias_dropout_add,
     )
+
+
+def mlp_slot(
+    config: TransformerConfig, submodules: MLPSubmodules
+) -> ModuleSpec | Callable[..., MLP]:
+    """Megatron-core's MLP, as the slot of the installed megatron-core wants it."""
+    width = {"ffn_hidden_size": config.ffn_hidden_size}
+    if hasattr(MLP, "as_mlp_submodule"):  # after 0.16 the slot takes a builder
+        return functools.partial(MLP.as_mlp_submodule, submodules=submodules, **width)
+    return ModuleSpec(module=MLP, params=width, submodules=submodules)
 
 
 class NoCoreAttention(nn.Module):

@@ -86,9 +86,17 @@ def rotary_frequencies(config: RotaryConfig, head_width: int) -> tuple[Tensor, f
     else:
         stretched, attention_factor = _yarn_stretched(config, pair, width), config.attention_factor
         if attention_factor is None:
-            attention_factor = 0.1 * math.log(config.scaling_factor) + 1.0
+            attention_factor = yarn_attention_factor(config.scaling_factor)
     scaled = frequencies / config.scaling_factor
     return scaled * stretched + frequencies * (1.0 - stretched), attention_factor
+
+
+def yarn_attention_factor(
+    stretch: float, mscale: float = 1.0, mscale_all_dim: float = 0.0
+) -> float:
+    """YaRN's factor for cos and sin, 0.1 ln(stretch) + 1, or the ratio of two weighted ones."""
+    log_stretch = math.log(max(stretch, 1.0))
+    return (0.1 * mscale * log_stretch + 1.0) / (0.1 * mscale_all_dim * log_stretch + 1.0)
 
 
 def _llama3_stretched(config: RotaryConfig, frequencies: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ class AttentionParts:
     kernel: AttentionKernel
     window: int | None
     """Keys a query sees, itself included; None is all before it."""
-    rotary: RotaryTable
+    rotary: RotaryTable | None
+    """None where each sequence brings what it is rotated by."""
     workspace: Workspace
 
     def __post_init__(self) -> None:
@@ -53,6 +54,8 @@ class AttentionParts:
 
     def cos_sin(self, sequence: SequenceInfo, like: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Rows of the rotary table for this rank's n tokens, on the device of ``like``."""
+        if sequence.cos_sin is not None:
+            return sequence.cos_sin
         positions = sequence.positions
         if positions is None:
             positions = self.layout.positions(n, like.device)
@@ -77,12 +80,20 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         parts: AttentionParts,
+        **later_arguments: object,
     ):
+        """``later_arguments`` are those that megatron-core after 0.16 also gives."""
         super().__init__(
-            config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection
+            config,
+            submodules,
+            layer_number,
+            attn_mask_type,
+            cp_comm_type,
+            pg_collection,
+            **later_arguments,
         )
         self.parts = parts
-        num_ulysses = parts.layout.num_ulysses
+        num_ulysses = parts.ulysses.size() if parts.ulysses else 1
         self.ulysses = UntiedUlysses(
             head_schedule(
                 self.num_attention_heads_per_partition,

@@ -18,6 +18,8 @@ class SequenceInfo:
 
     positions: Tensor | None = None
     """int64 [b, n]: the positions that this rank's tokens are rotated to."""
+    cos_sin: tuple[Tensor, Tensor] | None = None
+    """What they are rotated by, where the model has no table of its own: fp32 [n, 1, 1, rot/2]."""
     documents: tuple[Segments, ...] | None = None
     """Of each sample, over the whole sequence: tokens see their own document only."""
 

@@ -4,12 +4,11 @@ Version 4 has ``rope_theta`` and, where positions are scaled, ``rope_scaling``; 
 ``rope_parameters`` with the same inside, and the base.
 """
 
-import math
 from typing import Any
 
 from megatron_untied.config import RotaryConfig
 from megatron_untied.hf.fields import REQUIRED, Fields
-from megatron_untied.rope import check_scaling
+from megatron_untied.rope import check_scaling, yarn_attention_factor
 
 FIELDS: dict[str, dict[str, str]] = {
     "default": {},
@@ -107,10 +106,5 @@ def _scaling(fields: Fields, kind: str, max_positions: int) -> dict[str, Any]:
     if kind == "yarn":
         mscale = fields.take("mscale", None), fields.take("mscale_all_dim", None)
         if values["attention_factor"] is None and all(mscale):
-            numerator, denominator = (_mscale(values["scaling_factor"], one) for one in mscale)
-            values["attention_factor"] = numerator / denominator
+            values["attention_factor"] = yarn_attention_factor(values["scaling_factor"], *mscale)
     return values
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

@@ -78,8 +78,18 @@ class UntiedTransformerLayer(TransformerLayer):
         vp_stage: int | None = None,
         *,
         streaming: StreamingParts,
+        **later_arguments: object,
     ):
-        super().__init__(config, submodules, layer_number, hidden_dropout, pg_collection, vp_stage)
+        """``later_arguments`` are those that megatron-core after 0.16 also gives."""
+        super().__init__(
+            config,
+            submodules,
+            layer_number,
+            hidden_dropout,
+            pg_collection,
+            vp_stage,
+            **later_arguments,
+        )
         if self.hidden_dropout or config.attention_dropout:
             raise ValueError(
                 "a streamed layer recomputes without replaying random numbers; set "

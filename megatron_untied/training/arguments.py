@@ -30,6 +30,7 @@ from megatron_untied.training.config import (
     ScheduleConfig,
 )
 from megatron_untied.training.flags import FLAGS, NOT_YET
+from megatron_untied.training.rotary_flags import rotary_config
 from megatron_untied.training.validate import validate
 
 Values = Mapping[str, Any]
@@ -38,6 +39,8 @@ Config = TypeVar("Config")
 NEEDS = {
     "num_query_groups": "group_query_attention",
     "rope_scaling_factor": "use_rope_scaling",
+    "yarn_mscale": "yarn_mscale_all_dim",
+    "yarn_mscale_all_dim": "yarn_mscale",
     "dataloader_inter_document_masking": "reset_position_ids",
     "recompute_method": "recompute_granularity",
     "recompute_num_layers": "recompute_granularity",
@@ -142,12 +145,12 @@ class _Parser(argparse.ArgumentParser):
 def _model(given: Values, values: Values, data: DataConfig) -> ModelConfig:
     if values["use_checkpoint_args"]:
         stored = read_model_config(values["load"], values["ckpt_step"])
-        rotary = replace(stored.rotary, **_rotary(given))
+        rotary = rotary_config(given, stored.rotary)
         model = replace(stored, **_shared(ModelConfig, given) | {"rotary": rotary})
     else:
         _require(values, "num_layers", "hidden_size", "num_attention_heads")
         model = _take(
-            ModelConfig, values, **_derived(values), rotary=RotaryConfig(**_rotary(values))
+            ModelConfig, values, **_derived(values), rotary=rotary_config(given, RotaryConfig())
         )
     tokenizer = build_tokenizer(
         data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size
@@ -180,15 +183,6 @@ def _derived(values: Values) -> dict[str, Any]:
         "max_position_embeddings": _or(values, "max_position_embeddings", "seq_length"),
         "vocab_size": 0,  # the tokenizer says
     }
-
-
-def _rotary(values: Values) -> dict[str, Any]:
-    names = {"base": "rotary_base", "percent": "rotary_percent"}
-    rotary = {field: values[name] for field, name in names.items() if name in values}
-    if values.get("use_rope_scaling"):
-        factor = values.get("rope_scaling_factor", defaults()["rope_scaling_factor"])
-        rotary |= {"scaling": "llama3", "scaling_factor": factor}
-    return rotary
 
 
 def _batch(values: Values, parallel: ParallelConfig, world_size: int) -> BatchConfig:

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from megatron_untied.backends import TransformerImpl
 from megatron_untied.context_parallel.kernels import ATTENTION_BACKENDS
 from megatron_untied.data.config import TOKENIZER_TYPES
+from megatron_untied.training.rotary_flags import ROPE_SCALING_FACTOR
 
 Flag = tuple[str, dict[str, Any]]
 
@@ -72,7 +73,7 @@ def window(text: str) -> int:
     return integer(0)(left) + 1
 
 
-count, index, amount = integer(1), integer(0), real(0.0)
+count, index, amount, stretch = integer(1), integer(0), real(0.0), real(1.0)
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "model": (
@@ -84,11 +85,38 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--num-query-groups", count, 1, help="key-value heads, with --group-query-attention"),
         flag("--kv-channels", count, help="width of a head (hidden size / heads)"),
         flag("--max-position-embeddings", count, help="longest context (the sequence length)"),
-        flag("--position-embedding-type", default="rope", choices=["rope"]),
+        flag("--position-embedding-type", default="rope", choices=["rope", "yarn"]),
         flag("--rotary-base", amount, 10000.0, help="theta of the rotary embedding"),
         flag("--rotary-percent", amount, 1.0, help="part of the head width that is rotated"),
         switch("--use-rope-scaling", "Llama 3.1's scaling of the rotary wave lengths"),
-        flag("--rope-scaling-factor", amount, 8.0, help="stretch of --use-rope-scaling"),
+        flag(
+            "--rope-scaling-factor",
+            stretch,
+            ROPE_SCALING_FACTOR,
+            help="stretch of --use-rope-scaling",
+        ),
+        flag(
+            "--rotary-seq-len-interpolation-factor",
+            count,
+            metavar="N",
+            help="positions are divided by N (1)",
+        ),
+        flag("--yarn-rotary-scaling-factor", stretch, help="yarn: stretch of the context"),
+        flag(
+            "--yarn-original-max-position-embeddings",
+            count,
+            metavar="N",
+            help="yarn: context that the model was trained at before",
+        ),
+        flag("--yarn-beta-fast", amount, help="yarn: keep pairs that turn as often in it (32)"),
+        flag("--yarn-beta-slow", amount, help="yarn: stretch pairs that turn as often in it (1)"),
+        flag("--yarn-mscale", amount, help="yarn: numerator of the attention factor"),
+        flag("--yarn-mscale-all-dim", amount, help="yarn: its denominator (0.1 ln stretch + 1)"),
+        switch(
+            "--no-yarn-correction-range-round-to-int",
+            "yarn: the ramp between kept and stretched may start and end inside a pair",
+            off="yarn_correction_range_round_to_int",
+        ),
         flag(
             "--window-size",
             window,
@@ -253,7 +281,6 @@ NOT_YET: dict[str, str] = {
     "--async-save": "checkpoints are written before training goes on",
     "--profile": "there is no profiler yet",
     "--heartbeat-seconds": "there is no heartbeat yet",
-    "--position-embedding-type yarn": "YaRN is not there yet; rope is",
     # Megatron's that people reach for and that the design leaves out or that wait for a reason.
     "--pipeline-model-parallel-size": "the design has no pipeline: tensor x context x data only",
     "--expert-model-parallel-size": "there are no mixture-of-experts layers",
@@ -263,5 +290,8 @@ NOT_YET: dict[str, str] = {
     "--overlap-grad-reduce": "gradients are reduced after the last micro-batch",
     "--overlap-param-gather": "parameters are gathered before the next step begins",
     "--train-samples": "give --train-iters",
+    "--rotary-interleaved": "a rotated pair is an entry of each half of a head",
+    "--no-rope-freq": "every layer rotates",
+    "--multi-latent-attention": "keys and values have heads of their own",
     "--rampup-batch-size": "the batch size is constant",
 }

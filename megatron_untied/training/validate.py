@@ -59,13 +59,25 @@ def _model(model: ModelConfig) -> Iterator[str]:
             f"--num-attention-heads {h} is not a multiple of --num-query-groups {g}; "
             f"{_divisor(h, g)} groups work"
         )
-    if not 0 < model.rotary.percent <= 1:
-        yield f"--rotary-percent {model.rotary.percent} is outside (0, 1]; 1.0 rotates whole heads"
-    elif int(model.kv_channels * model.rotary.percent) % 2:
+    yield from _rotary(model)
+
+
+def _rotary(model: ModelConfig) -> Iterator[str]:
+    rotary, d = model.rotary, model.kv_channels
+    rotated = int(d * rotary.percent)
+    if not 0 < rotary.percent <= 1:
+        yield f"--rotary-percent {rotary.percent} is outside (0, 1]; 1.0 rotates whole heads"
+    elif rotated % 2 or not rotated:
         yield (
-            f"--rotary-percent {model.rotary.percent} rotates "
-            f"{int(model.kv_channels * model.rotary.percent)} of {model.kv_channels} channels of a "
-            "head; rotation goes by pairs, so an even number works"
+            f"--rotary-percent {rotary.percent} rotates {rotated} of {d} channels of a head; "
+            "rotation goes by pairs, so an even number works"
+        )
+    if rotary.base <= 1:
+        yield f"--rotary-base {rotary.base} must be above 1, such as 10000"
+    if rotary.scaling == "yarn" and rotary.beta_slow >= rotary.beta_fast:
+        yield (
+            f"--yarn-beta-slow {rotary.beta_slow} must be below --yarn-beta-fast "
+            f"{rotary.beta_fast}; YaRN has 1 and 32"
         )
 
 

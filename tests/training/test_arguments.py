@@ -1,3 +1,4 @@
+import math
 import re
 
 import pytest
@@ -5,6 +6,7 @@ import pytest
 from megatron_untied.config import RotaryConfig
 from megatron_untied.training.arguments import defaults, parse_arguments, parse_flags, parser
 from megatron_untied.training.flags import FLAGS, NOT_YET
+from megatron_untied.training.rotary_flags import rotary_config
 from tests.training.command_line import command_line, tiny_config
 
 
@@ -80,6 +82,56 @@ def test_rope_scaling_is_llama3s():
     assert rotary == RotaryConfig(scaling="llama3", scaling_factor=32.0)
 
 
+YARN = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4,
+        "yarn_original_max_position_embeddings": 32768}  # fmt: skip
+
+
+def test_every_kind_of_scaling_has_its_flags():
+    assert tiny_config(rotary_seq_len_interpolation_factor=4).model.rotary == RotaryConfig(
+        scaling="linear", scaling_factor=4.0
+    )
+    assert tiny_config(rotary_seq_len_interpolation_factor=1).model.rotary == RotaryConfig()
+    assert tiny_config(**YARN, rotary_base=1e6).model.rotary == RotaryConfig(
+        base=1e6, scaling="yarn", scaling_factor=4.0, original_max_positions=32768
+    )
+    config = tiny_config(
+        **YARN, yarn_beta_fast=16, yarn_beta_slow=2, yarn_mscale=0.7, yarn_mscale_all_dim=1,
+        no_yarn_correction_range_round_to_int=True,
+    )  # fmt: skip
+    log4 = math.log(4)
+    assert config.model.rotary == RotaryConfig(
+        scaling="yarn",
+        scaling_factor=4.0,
+        original_max_positions=32768,
+        beta_fast=16.0,
+        beta_slow=2.0,
+        attention_factor=(0.07 * log4 + 1) / (0.1 * log4 + 1),
+        truncate=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "expected"),
+    [
+        ({"base": 5e5, "scaling": "llama3", "scaling_factor": 8.0}, {"rotary_base": 1e6},
+         {"base": 1e6, "scaling": "llama3", "scaling_factor": 8.0}),
+        ({"scaling": "yarn", "scaling_factor": 4.0, "attention_factor": 1.5},
+         {"use_rope_scaling": True}, {"scaling": "llama3", "scaling_factor": 8.0}),
+        ({"scaling": "linear", "scaling_factor": 2.0, "percent": 0.5},
+         {"rotary_seq_len_interpolation_factor": 1}, {"percent": 0.5}),
+        ({"scaling": "yarn", "scaling_factor": 4.0}, {}, {"scaling": "yarn", "scaling_factor": 4}),
+    ],
+)  # fmt: skip
+def test_flags_change_the_rotary_embedding_of_a_checkpoint(stored, given, expected):
+    assert rotary_config(given, RotaryConfig(**stored)) == RotaryConfig(**expected)
+
+
+def test_rejects_rope_where_the_checkpoint_has_yarn():
+    yarn = RotaryConfig(scaling="yarn", scaling_factor=4.0)
+    with rejects("--position-embedding-type rope, and the checkpoint's positions are yarn's"):
+        rotary_config({"position_embedding_type": "rope"}, yarn)
+
+
 def test_a_window_counts_the_query_itself():
     # Megatron's pair are neighbors: 4095 tokens before a query, and none after.
     assert tiny_config(window_size="4095,0").model.window_size == 4096
@@ -119,6 +171,12 @@ def test_a_value_may_follow_an_equals_sign():
         (["--lr", "nan"], "argument --lr: nan is below 0"),
         (["--lr", "fast"], "argument --lr: 'fast' is not a number"),
         (["--hidden-dropout", "0.1"], "argument --hidden-dropout: invalid choice: 0.1"),
+        (
+            ["--rope-scaling-factor", "0.5"],
+            "argument --rope-scaling-factor: 0.5 is below 1.0, the smallest that works",
+        ),
+        (["--yarn-rotary-scaling-factor", "0.5"], "0.5 is below 1.0, the smallest that works"),
+        (["--position-embedding-type", "learned_absolute"], "invalid choice: 'learned_absolute'"),
         (["--cp-heads-per-chunk", "some"], "'some' is not an integer"),
         (["--cp-comm-type", "allgather"], "argument --cp-comm-type: invalid choice: 'allgather'"),
         (["--hierarchical-context-parallel-sizes", "4"], "expected 2 arguments"),
@@ -156,6 +214,17 @@ def test_no_flag_is_both_honored_and_refused():
         ({"tokenizer_type": None}, "missing --tokenizer-type"),
         ({"group_query_attention": None},
          "--num-query-groups does nothing without --group-query-attention; give both"),
+        ({"position_embedding_type": "yarn"},
+         "--position-embedding-type yarn needs --yarn-rotary-scaling-factor and "
+         "--yarn-original-max-position-embeddings"),
+        ({"yarn_beta_fast": 16},
+         "--yarn-beta-fast does nothing without --position-embedding-type yarn"),
+        (YARN | {"yarn_mscale": 1}, "--yarn-mscale does nothing without --yarn-mscale-all-dim"),
+        (YARN | {"use_rope_scaling": True},
+         "--use-rope-scaling and --position-embedding-type yarn each scale the rotary embedding; "
+         "give one"),
+        ({"rotary_seq_len_interpolation_factor": 2, "use_rope_scaling": True},
+         "--use-rope-scaling and --rotary-seq-len-interpolation-factor each scale"),
         ({"rope_scaling_factor": 4}, "--rope-scaling-factor does nothing without --use-rope"),
         ({"dataloader_inter_document_masking": True},
          "--dataloader-inter-document-masking does nothing without --reset-position-ids"),

@@ -1,0 +1,93 @@
+"""What Megatron-LM can ask of a layer that ours do not do. Nothing of it is ignored."""
+
+from collections.abc import Iterator
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_untied.context_parallel.kernels import ATTENTION_BACKENDS
+
+REQUIRED = {
+    "attention_dropout": (0.0, "give --attention-dropout 0"),
+    "softmax_scale": (None, "leave --softmax-scale out"),
+    "softmax_type": ("vanilla", "leave --softmax-type out"),
+    "apply_query_key_layer_scaling": (False, "leave --apply-query-key-layer-scaling out"),
+    "qk_clip": (False, "leave --qk-clip out"),
+    "qk_l2_norm": (False, "leave --qk-l2-norm out"),
+    "log_max_attention_logit": (False, "leave --log-max-attention-logit out"),
+    "attention_output_gate": (False, "leave --attention-output-gate out"),
+    "rotary_interleaved": (False, "leave --rotary-interleaved out"),
+    "no_rope_freq": (None, "leave --no-rope-freq out"),
+    "window_attn_skip_freq": (None, "leave --window-attn-skip-freq out"),
+    "multi_latent_attention": (False, "leave --multi-latent-attention out"),
+    "experimental_attention_variant": (None, "leave --experimental-attention-variant out"),
+    "heterogeneous_block_specs": (False, "leave --heterogeneous-layers-config-path out"),
+    "num_moe_experts": (None, "leave --num-experts out"),
+    "layernorm_zero_centered_gamma": (False, "leave --apply-layernorm-1p out"),
+    "fp8": (None, "leave --fp8-format out"),
+    "fp4": (None, "leave --fp4-format out"),
+    "cuda_graph_impl": ("none", "leave --cuda-graph-impl out"),
+    "fine_grained_activation_offloading": (
+        False,
+        "leave --fine-grained-activation-offloading out",
+    ),
+}
+"""Fields of TransformerConfig: the only value that works here, and what to do about another."""
+
+REQUIRED_OF_STREAMED = {
+    "hidden_dropout": (0.0, "give --hidden-dropout 0"),
+    "recompute_granularity": (None, "these layers recompute by themselves: leave it out"),
+    "pipeline_model_parallel_size": (1, "give 1, or a spec without streaming"),
+    "cpu_offloading": (False, "give the spec a MemoryConfig with cpu_offloading_num_layers"),
+}
+
+REFUSED_ARGUMENTS = {
+    "attention_mask": (
+        "attention is causal by itself, and an s x s tensor does not fit at length; give "
+        "--no-create-attention-mask-in-dataloader"
+    ),
+    "packed_seq_params": "packed samples are not read from Megatron-LM; give one document a sample",
+    "attention_bias": "there is no bias on attention scores",
+    "context": "there is no cross-attention",
+    "context_mask": "there is no cross-attention",
+    "inference_context": "the layer trains; generate with one of megatron-core's own specs",
+    "inference_params": "the layer trains; generate with one of megatron-core's own specs",
+    "padding_mask": "every token takes part; mask the loss of padding instead",
+}
+
+
+def check_config(config: TransformerConfig, *, streamed: bool) -> None:
+    """Raises one ``ValueError`` that lists what does not work, a line each."""
+    found = list(_problems(config, REQUIRED | REQUIRED_OF_STREAMED if streamed else REQUIRED))
+    if found:
+        raise ValueError("\n".join(found))
+
+
+def check_arguments(**slot_arguments: object) -> None:
+    """Raises ``ValueError`` for an argument of a layer's forward that would have no effect."""
+    for name, reason in REFUSED_ARGUMENTS.items():
+        if slot_arguments.get(name) is not None:
+            raise ValueError(f"a layer of megatron_untied was given {name}: {reason}.")
+
+
+def comm_types(config: TransformerConfig) -> set[str | None]:
+    """How the layers trade sequence over the context-parallel ranks."""
+    types = config.cp_comm_type
+    return set(types) if isinstance(types, list) else {types}
+
+
+def _problems(config: TransformerConfig, required: dict[str, tuple[object, str]]) -> Iterator[str]:
+    for name, (value, advice) in required.items():
+        # Fields come and go between versions of megatron-core; a missing one asks for nothing.
+        found = getattr(config, name, value)
+        if found != value:
+            yield f"{name} {found!r} is not what megatron_untied's layers do; {advice}."
+    g, t = config.num_query_groups, config.tensor_model_parallel_size
+    if g < t:
+        yield f"--num-query-groups {g} is below --tensor-model-parallel-size {t}; {g} ranks work."
+    backend = config.attention_backend.name
+    if backend not in ATTENTION_BACKENDS:
+        yield f"--attention-backend {backend} is none of auto, flash, fused, local."
+    if config.window_size is not None and (config.window_size[0] < 0 or config.window_size[1]):
+        yield f"--window-size {config.window_size} is not LEFT,0: a query sees LEFT tokens before."
+    if config.context_parallel_size > 1 and comm_types(config) not in ({"a2a"}, {"p2p"}):
+        yield f"--cp-comm-type {config.cp_comm_type} is not a2a or p2p, one for all layers."

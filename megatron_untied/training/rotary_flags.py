@@ -1,0 +1,94 @@
+"""The rotary embedding that Megatron's flags ask for; three of them choose how it is scaled."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_untied.config import RotaryConfig
+from megatron_untied.rope import yarn_attention_factor
+
+Values = Mapping[str, Any]
+
+SCALE_FLAGS = {
+    "llama3": "--use-rope-scaling",
+    "linear": "--rotary-seq-len-interpolation-factor",
+    "yarn": "--position-embedding-type yarn",
+}
+ROPE_SCALING_FACTOR = 8.0
+"""Megatron's default of --rope-scaling-factor."""
+
+
+def rotary_config(given: Values, stored: RotaryConfig) -> RotaryConfig:
+    """``stored`` as the ``given`` flags change it; a kind of scaling replaces another as a whole.
+
+    Raises:
+        ValueError: for flags that have no effect, contradict each other or leave something open.
+    """
+    plain = {"base": "rotary_base", "percent": "rotary_percent"}
+    changes = {field: given[name] for field, name in plain.items() if name in given}
+    kind = _kind(given)
+    if kind is not None:
+        base = {"base": stored.base, "percent": stored.percent}
+        return RotaryConfig(**base | changes | _scaling(given, kind))
+    if given.get("position_embedding_type") == "rope" and stored.scaling == "yarn":
+        raise ValueError(
+            "--position-embedding-type rope, and the checkpoint's positions are yarn's; "
+            "leave it out"
+        )
+    return replace(stored, **changes)
+
+
+def _kind(given: Values) -> str | None:
+    """How positions are to be scaled; None if no flag says."""
+    interpolation = given.get("rotary_seq_len_interpolation_factor")
+    asked = {
+        "llama3": given.get("use_rope_scaling", False),
+        "linear": interpolation is not None and interpolation > 1,
+        "yarn": given.get("position_embedding_type") == "yarn",
+    }
+    kinds = [kind for kind, is_asked in asked.items() if is_asked]
+    if len(kinds) > 1:
+        flags = " and ".join(SCALE_FLAGS[kind] for kind in kinds)
+        raise ValueError(f"{flags} each scale the rotary embedding; give one")
+    for name in given:
+        if name.startswith("yarn_") and not asked["yarn"]:
+            raise ValueError(f"{_flag(name)} does nothing without --position-embedding-type yarn")
+    if kinds:
+        return kinds[0]
+    return "none" if interpolation == 1 else None
+
+
+def _scaling(given: Values, kind: str) -> dict[str, Any]:
+    """Fields of RotaryConfig."""
+    factors = {
+        "none": 1.0,
+        "llama3": given.get("rope_scaling_factor", ROPE_SCALING_FACTOR),
+        "linear": float(given.get("rotary_seq_len_interpolation_factor", 1)),
+    }
+    if kind == "yarn":
+        return _yarn(given)
+    return {"scaling": kind, "scaling_factor": factors[kind]}
+
+
+def _yarn(given: Values) -> dict[str, Any]:
+    needed = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
+    missing = [_flag(name) for name in needed if name not in given]
+    if missing:
+        raise ValueError(f"--position-embedding-type yarn needs {' and '.join(missing)}")
+    factor, original = (given[name] for name in needed)
+    fields = {"scaling": "yarn", "scaling_factor": factor, "original_max_positions": original}
+    for field, name in {
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+        "truncate": "yarn_correction_range_round_to_int",
+    }.items():
+        if name in given:
+            fields[field] = given[name]
+    if "yarn_mscale" in given:
+        mscale = given["yarn_mscale"], given["yarn_mscale_all_dim"]
+        fields["attention_factor"] = yarn_attention_factor(factor, *mscale)
+    return fields
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

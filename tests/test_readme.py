@@ -180,8 +180,8 @@ def test_the_tree_of_files_is_complete():
         told[path if path == folder else folder + path] = purpose.strip()
     for path in told:
         assert (ROOT / path).exists(), path
-    listed = [*ROOT.glob("megatron_untied/*"), *ROOT.glob("tools/*"), *ROOT.glob("examples/*")]
-    for path in listed:
+    folders = ("megatron_untied", "tools", "benchmarks", "examples")
+    for path in (path for folder in folders for path in ROOT.glob(f"{folder}/*")):
         if path.name not in ("__init__.py", "__pycache__"):
             relative = f"{path.relative_to(ROOT)}{'/' * path.is_dir()}"
             assert told.get(relative), f"{relative} has no purpose in README.md"

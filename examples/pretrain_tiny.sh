@@ -6,11 +6,20 @@
 #
 # Leaves loss.png, TensorBoard files, metrics.jsonl and checkpoints under runs/tiny (or OUTPUT_FOLDER).
 set -euo pipefail
+HERE="$PWD"
 cd "$(dirname "$0")/.."
 source tools/environment.sh
 
 OUT=runs/tiny
-if [[ $# -gt 0 && "$1" != --* ]]; then OUT="$1"; shift; fi
+if [[ $# -gt 0 && "$1" != --* ]]; then
+    OUT="$(realpath -m "$HERE/$1" --relative-base="$PWD")"
+    [[ "$1" == /* ]] && OUT="$1"
+    shift
+    if [[ -e "$OUT/checkpoints" ]]; then
+        echo "error: $OUT/checkpoints exists; remove it, or give another folder" >&2
+        exit 1
+    fi
+fi
 ITERATIONS=90
 RESUMED_ITERATIONS=30
 VOCABULARY=2048

@@ -70,6 +70,38 @@ def test_every_chunk_size_equals_plain_attention(heads, world_size, overlap, mas
     run_on_ranks(check, world_size, *heads, **sizes, overlap=overlap, mask=mask)
 
 
+def check_rounding_does_not_grow(group):
+    """bf16 against float64, where one key-value head meets up to 16 chunks."""
+    generator = torch.Generator().manual_seed(0)
+    n, p, h, g = 32, group.size(), 32, 1
+    shapes = [(p * n, 1, heads, D) for heads in (h, g, g, h)]
+    q, k, v, d_out = (torch.randn(x, generator=generator).bfloat16() for x in shapes)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = reference.attention(*map(reference.rotate, leaves[:2]), leaves[2])
+    gradients = torch.autograd.grad(expected, leaves, d_out.double())
+    positions = SequenceLayout(num_ulysses=p, rank=group.rank()).positions(n)
+    rotary = RotaryTable(RotaryConfig(), D).at(positions)
+    attend = LocalAttention(CpuFlash(), Mask(), D**-0.5)
+    mine = [rank_shard(x, group) for x in (q, k, v)]
+    errors = []
+    for chunk in (p * h // p, 2 * p, p):
+        ulysses = UntiedUlysses(head_schedule(h, g, p, chunk), D, group, Workspace())
+        out, lse = attention_forward(*mine, *rotary, ulysses, attend)
+        d_mine = rank_shard(d_out, group)
+        got = attention_backward(d_mine, *mine, out, lse, *rotary, ulysses, attend)
+        differences = zip(got, gradients, strict=True)
+        errors.append([(x - rank_shard(e, group)).square().mean().sqrt() for x, e in differences])
+    single, *chunked = errors
+    for many in chunked:
+        for error, reference_error in zip(many, single, strict=True):
+            assert error < 1.1 * reference_error
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rounding_of_gradients_does_not_grow_with_the_number_of_chunks(world_size):
+    run_on_ranks(check_rounding_does_not_grow, world_size)
+
+
 def check_buffers_are_reused(group):
     workspace, d = Workspace(), 4
     schedule = head_schedule(8, 2, group.size(), group.size())

@@ -12,8 +12,7 @@ source tools/environment.sh
 
 OUT=runs/tiny
 if [[ $# -gt 0 && "$1" != --* ]]; then
-    OUT="$(realpath -m "$HERE/$1" --relative-base="$PWD")"
-    [[ "$1" == /* ]] && OUT="$1"
+    OUT="$(cd "$HERE" && realpath -m "$1")"
     shift
     if [[ -e "$OUT/checkpoints" ]]; then
         echo "error: $OUT/checkpoints exists; remove it, or give another folder" >&2

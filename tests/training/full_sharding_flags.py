@@ -10,7 +10,7 @@ DOCUMENTS = {"reset_position_ids": True, "dataloader_inter_document_masking": Tr
 TIED = {"untie_embeddings_and_output_weights": None}
 
 
-def streamed(granularity: str, every: int, **flags) -> dict:
+def layers(granularity: str, every: int, **flags) -> dict:
     """Flags of streamed layers in groups of ``every``, with tiles that do not divide."""
     return {
         "recompute_granularity": granularity,

@@ -17,7 +17,7 @@ from tests.training.full_sharding_flags import (
     TENSOR,
     TIED,
     VECTORS,
-    streamed,
+    layers,
 )
 from tests.training.tiny_run import batch_of, learner_on, train
 from tests.training.whole_model import gather_state
@@ -46,13 +46,13 @@ def plain(tmp_path_factory):
         pytest.param(1, {}, id="1-rank"),
         pytest.param(2, {"eval_iters": 1, "eval_interval": 2}, id="dp2-evaluated"),
         pytest.param(2, CONTEXT | OFFLOAD, id="cp2-offload"),
-        pytest.param(2, CONTEXT | streamed("full", 2, **PARKED), id="cp2-full-2-parked"),
+        pytest.param(2, CONTEXT | layers("full", 2, **PARKED), id="cp2-full-2-parked"),
         pytest.param(2, TENSOR, id="tp2"),
-        pytest.param(2, CONTEXT | streamed("full", 1) | DOCUMENTS, id="cp2-full-documents"),
-        pytest.param(2, CONTEXT | streamed("selective", 3) | TIED, id="cp2-selective-3-tied"),
-        pytest.param(2, SEQUENCE | streamed("full", 1) | TIED, id="tp2-sequence-full-tied"),
-        pytest.param(4, CONTEXT | streamed("selective", 2) | OFFLOAD, id="dp2-cp2-selective-2"),
-        pytest.param(4, CONTEXT | SEQUENCE | streamed("full", 3, **PARKED), id="tp2-cp2-full-3"),
+        pytest.param(2, CONTEXT | layers("full", 1) | DOCUMENTS, id="cp2-full-documents"),
+        pytest.param(2, CONTEXT | layers("selective", 3) | TIED, id="cp2-selective-3-tied"),
+        pytest.param(2, SEQUENCE | layers("full", 1) | TIED, id="tp2-sequence-full-tied"),
+        pytest.param(4, CONTEXT | layers("selective", 2) | OFFLOAD, id="dp2-cp2-selective-2"),
+        pytest.param(4, CONTEXT | SEQUENCE | layers("full", 3, **PARKED), id="tp2-cp2-full-3"),
     ],
 )
 def test_five_steps_are_those_of_one_rank(tmp_path, plain, world_size, flags):

@@ -48,9 +48,9 @@ class TensorFiles:
         try:
             index = dcp.FileSystemReader(folder).read_metadata()
         except Exception as error:  # whatever a spoilt pickle may raise
-            raise ValueError(_damaged(folder, f".metadata: {error}")) from error
+            raise ValueError(damaged(folder, f".metadata: {error}")) from error
         if broken := [*_broken_files(folder, index), *_tensors_with_holes(index)]:
-            raise ValueError(_damaged(folder, _some(broken)))
+            raise ValueError(damaged(folder, _some(broken)))
         shapes = {name: tuple(one.size) for name, one in index.state_dict_metadata.items()}
         return cls(folder, shapes)
 
@@ -110,6 +110,11 @@ def require_same_schedule(folder: Path, stored: Mapping, here: Mapping) -> None:
         )
 
 
+def damaged(folder: Path, what: str) -> str:
+    """What to say of a checkpoint that cannot be read, and what to do."""
+    return f"{folder} is not a whole checkpoint: {what}. Choose another with --ckpt-step."
+
+
 def _broken_files(folder: Path, index: Metadata) -> Iterator[str]:
     ends: dict[str, int] = {}
     for stored in index.storage_data.values():
@@ -127,10 +132,6 @@ def _tensors_with_holes(index: Metadata) -> Iterator[str]:
         stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
         if stored != math.prod(tensor.size):
             yield f"{name} has {stored} of {math.prod(tensor.size)} elements"
-
-
-def _damaged(folder: Path, what: str) -> str:
-    return f"{folder} is not a whole checkpoint: {what}. Choose another with --ckpt-step."
 
 
 def _some(problems: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ and ``latest_checkpointed_iteration.txt`` names it only after everything is on t
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,21 @@ def iteration_folder(directory: Path, iteration: int) -> Path:
 def staging_folder(directory: Path, iteration: int) -> Path:
     """Where the checkpoint of an iteration is put together."""
     return directory / f"iter_{iteration:07d}{INCOMPLETE}"
+
+
+def make_writable(directory: Path) -> None:
+    """Make ``directory`` if it is not there.
+
+    Raises:
+        ValueError: it cannot be made, is no folder, or nothing can be written into it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise ValueError(
+            f"--save {directory}: {error.strerror}; give a folder that can be written to"
+        ) from error
 
 
 def start(directory: Path, iteration: int) -> None:
@@ -116,9 +132,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} is missing: {path.parent} is not a whole checkpoint")
     try:
-        return json.loads(path.read_text())
+        values = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a JSON object; choose another with --ckpt-step")
+    return values
 
 
 def flush_folder(folder: Path) -> None:

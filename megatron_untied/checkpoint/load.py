@@ -4,10 +4,12 @@ import logging
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_untied.checkpoint.agreement import on_every_rank, same_on_every_rank
 from megatron_untied.checkpoint.compatibility import (
     TensorFiles,
+    damaged,
     require_same_schedule,
     require_same_structure,
 )
@@ -16,7 +18,7 @@ from megatron_untied.checkpoint.directory import find_checkpoint
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, read_tensors
 from megatron_untied.checkpoint.random_state import (
     load_random_state,
-    random_state_file,
+    read_random_state,
     seed_generators,
 )
 from megatron_untied.checkpoint.run_config import model_config_of
@@ -52,7 +54,7 @@ def load_checkpoint(config: CheckpointConfig, state: TrainingState, *, seed: int
         return Progress()
     with_optimizer = config.load_optim and not config.finetune and state.shards.has_moments
     stored = on_every_rank(lambda: _check(folder, config, state, with_optimizer))
-    read_tensors(folder, _tensors_to_fill(state, with_optimizer))
+    _read(folder, _tensors_to_fill(state, with_optimizer))
     if with_optimizer:
         state.shards.set_step(stored.optimizer_step)
     state.shards.publish()
@@ -93,10 +95,18 @@ def _check(
     }
     files = TensorFiles.open(folder)
     files.require(expected, allow_more=None if with_optimizer else "optimizer.")
-    own = random_state_file(folder, dist.get_rank())
-    if config.load_rng and stored.ranks == RankLayout.of(state.groups) and not own.is_file():
-        raise ValueError(f"{own} is missing; give --no-load-rng to go on without it")
+    if config.load_rng and stored.ranks == RankLayout.of(state.groups):
+        read_random_state(folder, dist.get_rank())
     return stored
+
+
+def _read(folder: Path, tensors: dict[str, GlobalTensor]) -> None:
+    try:
+        read_tensors(folder, tensors)
+    except CheckpointException as error:
+        failure, _ = next(iter(error.failures.values()))
+        reason = f"{type(failure).__name__} where its tensors are read"
+        raise ValueError(damaged(folder, reason)) from error
 
 
 def _tensors_to_fill(state: TrainingState, with_optimizer: bool) -> dict[str, GlobalTensor]:

@@ -19,10 +19,25 @@ def save_random_state(folder: Path, rank: int) -> None:
     write_durably(random_state_file(folder, rank), buffer.getvalue())
 
 
+def read_random_state(folder: Path, rank: int) -> dict[str, Any]:
+    """What :func:`save_random_state` wrote.
+
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
+    path = random_state_file(folder, rank)
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; give --no-load-rng to go on without it")
+    try:
+        # Generators live on the host; weights_only: nothing in the file is executed.
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a spoilt pickle may raise
+        raise ValueError(f"{path} is damaged; give --no-load-rng to go on without it") from error
+
+
 def load_random_state(folder: Path, rank: int) -> None:
     """Put this rank's generators back to where they were."""
-    # Generators live on the host; weights_only: nothing in the file is executed.
-    state = torch.load(random_state_file(folder, rank), map_location="cpu", weights_only=True)
+    state = read_random_state(folder, rank)
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))

@@ -30,6 +30,8 @@ def model_config_of(folder: Path) -> ModelConfig:
     """
     path = folder / RUN_CONFIG
     values = read_json(path).get("model", {})
+    if not (isinstance(values, dict) and isinstance(values.get("rotary", {}), dict)):
+        raise ValueError(f"{path} holds no architecture; choose another with --ckpt-step")
     rotary = _from_json(RotaryConfig, values.get("rotary", {}), path)
     return _from_json(ModelConfig, values | {"rotary": rotary}, path)
 

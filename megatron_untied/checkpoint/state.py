@@ -78,12 +78,18 @@ class StoredState:
         """Take it from a checkpoint's folder.
 
         Raises:
-            ValueError: it is not there.
+            ValueError: it is not there, or something else is in it.
         """
         values = read_json(folder / STATE)
-        values["progress"] = Progress(**values["progress"])
-        values["ranks"] = RankLayout(**values["ranks"]) if values["ranks"] else None
-        return cls(**values)
+        try:
+            values["progress"] = Progress(**values["progress"])
+            values["ranks"] = RankLayout(**values["ranks"]) if values["ranks"] else None
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{folder / STATE} is not a checkpoint's state ({error}); "
+                "choose another with --ckpt-step"
+            ) from error
 
 
 def tensors_of(shard: Shard) -> Iterator[tuple[str, Tensor]]:

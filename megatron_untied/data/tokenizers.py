@@ -33,7 +33,7 @@ def build_tokenizer(
         )
     if tokenizer_type == "NullTokenizer":
         return _build_null(vocab_size)
-    if model is None:
+    if not model:
         raise ValueError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
     tokenizer = _load(tokenizer_type, model)
     if tokenizer.eod is None or tokenizer.eod < 0:

@@ -212,7 +212,7 @@ def _distributed(values: Values) -> DistributedConfig:
 
 
 def _refuse(argv: Sequence[str]) -> None:
-    for token, following in zip(argv, [*argv[1:], ""], strict=True):
+    for token, following in zip(argv, [*argv, ""][1:], strict=True):
         name, _, value = token.partition("=")
         for refused in (name, f"{name} {value or following}"):
             if refused in NOT_YET:

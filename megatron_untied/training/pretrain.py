@@ -5,7 +5,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_untied.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron_untied.checkpoint import (
+    Progress,
+    load_checkpoint,
+    require_place_to_save,
+    save_checkpoint,
+)
 from megatron_untied.data.datasets import Datasets
 from megatron_untied.platform import device
 from megatron_untied.training.batch import GetBatch, global_batches
@@ -44,9 +49,13 @@ def pretrain(
     """
     with errors_in_one_line():
         groups = initialize(config, launch)
+        if config.checkpoint.save:
+            require_place_to_save(config.checkpoint.save)
         datasets = datasets_provider(config)
         learner = build_learner(model_provider, config, groups)
         progress = load_checkpoint(config.checkpoint, learner.state, seed=config.seed)
+        report = Reporter(config, launch, start=progress)
+        report.open_sinks()
 
     def global_batches_of(dataset, consumed_samples=0):
         return global_batches(dataset, config, groups, get_batch, consumed_samples)
@@ -56,7 +65,7 @@ def pretrain(
         some = itertools.islice(batches, config.evaluation.eval_iters)
         return evaluate(learner, some, forward_step=forward_step)
 
-    with Reporter(config, launch, start=progress) as report, EarlyExit(config.loop) as early_exit:
+    with report, EarlyExit(config.loop) as early_exit:
         done = f"{progress.iteration} iterations done"
         report.say(f"{learner.describe()} | {done}")
         if config.loop.skip_train:

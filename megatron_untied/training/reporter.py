@@ -5,12 +5,18 @@ import math
 from datetime import datetime
 
 from megatron_untied.checkpoint import Progress
+from megatron_untied.checkpoint.agreement import on_every_rank
 from megatron_untied.platform import device
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.flops import step_flops
 from megatron_untied.training.initialize import Launch
 from megatron_untied.training.log_line import LogLine, evaluation_line
-from megatron_untied.training.metrics import EvaluationMetrics, IterationMetrics, open_sinks
+from megatron_untied.training.metrics import (
+    EvaluationMetrics,
+    IterationMetrics,
+    MetricsSink,
+    open_sinks,
+)
 from megatron_untied.training.progress import ProgressConsole
 from megatron_untied.training.step import StepResult
 
@@ -18,7 +24,8 @@ from megatron_untied.training.step import StepResult
 class Reporter:
     """Writes every step's metrics, and a log line every ``log_interval`` steps.
 
-    A context: files close when it is left. On ranks other than the first all of it does nothing.
+    A context, to be entered after ``open_sinks``: files close when it is left. On ranks other than
+    the first all of it does nothing.
     """
 
     def __init__(self, config: RunConfig, launch: Launch, *, start: Progress):
@@ -33,10 +40,12 @@ class Reporter:
         self._skipped = self._nan = 0
         self._open = contextlib.ExitStack()
 
+    def open_sinks(self) -> None:
+        """Open where metrics are kept; collective over all ranks, which fail together."""
+        self._sinks = on_every_rank(self._opened_sinks)
+
     def __enter__(self) -> "Reporter":
         if self._active:
-            sinks = open_sinks(self._config.logging, start_iteration=self._start)
-            self._sinks = [self._open.enter_context(sink) for sink in sinks]
             self._console = self._open.enter_context(
                 ProgressConsole(start=self._start, total=self._config.loop.train_iters)
             )
@@ -83,6 +92,12 @@ class Reporter:
         for sink in self._sinks:
             sink.write(EvaluationMetrics(iteration=iteration, validation_loss=validation_loss))
         self._console.print(evaluation_line(iteration, validation_loss))
+
+    def _opened_sinks(self) -> list[MetricsSink]:
+        if not self._active:
+            return []
+        sinks = open_sinks(self._config.logging, start_iteration=self._start)
+        return [self._open.enter_context(sink) for sink in sinks]
 
     def _print_line(self) -> None:
         steps, last, config = self._since_line, self._since_line[-1], self._config

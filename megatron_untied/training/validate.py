@@ -33,6 +33,8 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _sharding(config)
     yield from _batch(config, world_size)
     yield from _schedule(config.schedule)
+    if config.loop.skip_train and not config.evaluation.eval_iters:
+        yield "--skip-train only evaluates and --eval-iters is 0; give --eval-iters 1 or more"
     for name, beta in (
         ("1", config.optimization.adam_beta1),
         ("2", config.optimization.adam_beta2),

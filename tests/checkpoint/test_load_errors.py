@@ -227,3 +227,33 @@ def test_refuses_weights_alone_where_training_should_go_on(saved, config):
     path = saved / "iter_0000002" / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"optimizer_step": None}))
     assert_refused("has weights only; give --finetune or --no-load-optim", config=config)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "text"),
+    [
+        ("state.json", b"[]", "state.json is not a JSON object"),
+        ("state.json", b"{}", "state.json is not a checkpoint's state ('progress')"),
+        ("run_config.json", b"[1]", "run_config.json is not a JSON object"),
+        ("run_config.json", b'{"model": "x"}', "run_config.json holds no architecture"),
+        ("random_00001.pt", b"junk", "random_00001.pt is damaged; give --no-load-rng"),
+    ],
+)
+def test_refuses_a_small_file_with_something_else_in_it(saved, config, name, data, text):
+    (saved / "iter_0000002" / name).write_bytes(data)
+    assert_refused(text, config=config)
+
+
+def refusal(group, config) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the caller looks at the message
+        load_checkpoint(config, small_run(Split()).state, seed=3)
+    return str(error.value)
+
+
+def test_refuses_tensors_that_cannot_be_read_though_their_file_is_long_enough(saved, config):
+    path = min((saved / "iter_0000002").glob("*.distcp"))
+    path.write_bytes(b"\x55" * path.stat().st_size)
+    # Other tensors may have been read by then, so here the weights are not compared.
+    for message in run_on_ranks(refusal, 2, config):
+        assert "is not a whole checkpoint" in message
+        assert "where its tensors are read" in message

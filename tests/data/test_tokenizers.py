@@ -67,6 +67,8 @@ def test_rejects_an_unknown_type():
 def test_rejects_no_model(tokenizer_type):
     with pytest.raises(ValueError, match=f"{tokenizer_type} needs --tokenizer-model"):
         build_tokenizer(tokenizer_type)
+    with pytest.raises(ValueError, match=f"{tokenizer_type} needs --tokenizer-model"):
+        build_tokenizer(tokenizer_type, model="")
 
 
 @pytest.mark.parametrize("vocab_size", [None, 0])

@@ -249,3 +249,8 @@ def test_every_default_reaches_help():
         assert name in text
     assert "default: 1000" in text
     assert defaults()["eval_interval"] == 1000
+
+
+def test_says_what_is_missing_when_nothing_is_given():
+    with rejects("missing --seq-length --micro-batch-size --train-iters --lr --tokenizer-type"):
+        parse_arguments([], world_size=1)

@@ -48,7 +48,9 @@ def test_neighbors_share_heads_and_others_a_ring():
     assert ranks == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
 
 
-@pytest.mark.parametrize("error", [ValueError("two of them"), FileNotFoundError("no file")])
+@pytest.mark.parametrize(
+    "error", [ValueError("two of them"), FileNotFoundError("no file"), IsADirectoryError("folder")]
+)
 def test_a_users_mistake_is_one_line_that_names_its_place(error):
     with pytest.raises(SystemExit) as exit_, errors_in_one_line():
         raise error

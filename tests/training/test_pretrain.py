@@ -97,6 +97,21 @@ def test_finetuning_takes_the_weights_and_the_architecture_alone(tmp_path):
     assert [step["iteration"] for step in evaluated] == [3]
 
 
+def refusal(group, **changes) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        train(group, **changes)
+    return str(exit_.value)
+
+
+@pytest.mark.parametrize("flag", ["save", "metrics", "tensorboard_dir"])
+def test_a_place_that_cannot_be_written_to_stops_every_rank_before_training(tmp_path, flag):
+    (tmp_path / "file").write_text("")
+    changes = {flag: tmp_path / "file" / "below", "context_parallel_size": 2}
+    for message in run_on_ranks(refusal, 2, **changes):
+        assert message.startswith("error: ")
+        assert str(tmp_path / "file") in message
+
+
 def test_stops_at_a_loss_that_is_not_finite(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(RankFailure, match="FloatingPointError: iteration 2: .*nan"):

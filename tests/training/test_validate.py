@@ -83,6 +83,8 @@ from tests.training.command_line import tiny_config
         (1, {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "lr_warmup_iters": 2},
          "--lr-wsd-decay-iters 9 is more than the iterations between warmup and --lr-decay-iters; "
          "at most 8 works"),
+        (1, {"skip_train": True},
+         "--skip-train only evaluates and --eval-iters is 0; give --eval-iters 1 or more"),
         (1, {"adam_beta2": 1}, "--adam-beta2 1.0 must be below 1, such as 0.9"),
     ],
 )  # fmt: skip

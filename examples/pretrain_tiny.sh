@@ -19,8 +19,8 @@ if [[ $# -gt 0 && "$1" != --* ]]; then
         exit 1
     fi
 fi
-ITERATIONS=90
-RESUMED_ITERATIONS=30
+ITERATIONS=120
+STOP_AFTER=90
 VOCABULARY=2048
 mkdir -p "$OUT"
 
@@ -60,7 +60,7 @@ BATCH_ARGS=(
     --min-lr 2e-4
     --lr-decay-style cosine
     --lr-warmup-iters 10
-    --lr-decay-iters $((ITERATIONS + RESUMED_ITERATIONS))
+    --train-iters $ITERATIONS
     --weight-decay 0.1
     --adam-beta2 0.95
 )
@@ -89,9 +89,9 @@ train() {
 
 echo "== training"
 rm -rf "$OUT/checkpoints" "$OUT/metrics.jsonl" "$OUT/tensorboard"
-train --train-iters $ITERATIONS "$@"
+train --exit-interval $STOP_AFTER "$@"
 echo "== resuming from the checkpoint"
-train --load "$OUT/checkpoints" --train-iters $((ITERATIONS + RESUMED_ITERATIONS)) "$@"
+train --load "$OUT/checkpoints" "$@"
 
 echo "== result"
 python - "$OUT" <<'PYTHON'

@@ -26,6 +26,11 @@ def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | Non
     if iteration is None:
         asked = str(directory / TRACKER)
         if (iteration := latest_iteration(directory)) is None:
+            if _iterations(directory):
+                raise ValueError(
+                    f"{directory} has no {TRACKER} to say which checkpoint is the last; "
+                    f"{_there_is(directory)}"
+                )
             return None
     folder = iteration_folder(directory, iteration)
     replaced = folder.with_name(folder.name + REPLACED)
@@ -154,9 +159,13 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _there_is(directory: Path) -> str:
+def _iterations(directory: Path) -> list[int]:
     names = (path.name.removeprefix("iter_") for path in directory.glob("iter_*"))
-    iterations = sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def _there_is(directory: Path) -> str:
+    iterations = _iterations(directory)
     if not iterations:
         return f"{directory} has no checkpoint at all"
     listed = ", ".join(map(str, iterations))

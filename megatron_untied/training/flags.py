@@ -50,6 +50,8 @@ def _number(kind: type, minimum: float) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text!r} is not {noun}") from None
         if not value >= minimum:  # this way round refuses nan too
             raise argparse.ArgumentTypeError(f"{text} is below {minimum}, the smallest that works")
+        if value == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not finite")
         return value
 
     return parse

@@ -85,13 +85,13 @@ def make_groups(parallel: ParallelConfig, distributed: DistributedConfig) -> Pro
 def errors_in_one_line() -> Iterator[None]:
     """Ends the process with a message instead of a traceback from every rank.
 
-    For what happens before the first step, where a ``ValueError``, a file that is missing or cannot
-    be used, or a missing optional package is a choice of the user's. The place where it was raised
-    is named, for the day when the mistake is ours.
+    For places where a ``ValueError``, a file that is missing or cannot be used, a missing optional
+    package or a loss that is not finite is due to what the user chose. The place where it was
+    raised is named, for the day when the mistake is ours.
     """
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(place.filename)}:{place.lineno}"
         raise SystemExit(f"error: {error} [{where}]") from error

@@ -81,7 +81,8 @@ def pretrain(
             device.synchronize()
             seconds = time.perf_counter() - began
             if config.loop.check_for_nan:
-                require_finite(result, iteration)
+                with errors_in_one_line():
+                    require_finite(result, iteration)
             consumed_samples = progress.consumed_samples + num_samples
             progress = Progress(iteration=iteration, consumed_samples=consumed_samples)
             report.step(result, progress, seconds=seconds)

@@ -106,6 +106,11 @@ def test_refuses_a_directory_without_any_checkpoint_for_an_iteration(tmp_path):
     assert_refused("has no checkpoint at all", ranks=1, config=config)
 
 
+def test_refuses_checkpoints_that_no_tracker_file_names(saved, config):
+    (saved / "latest_checkpointed_iteration.txt").unlink()
+    assert_refused("has no latest_checkpointed_iteration.txt", "--ckpt-step 2", config=config)
+
+
 @pytest.mark.parametrize("name", ["run_config.json", "state.json"])
 def test_refuses_a_folder_without_its_small_files(saved, config, name):
     (saved / "iter_0000002" / name).unlink()

@@ -7,6 +7,7 @@ once, so no thread of pytest's own process is ever forked.
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -131,6 +132,7 @@ def _forget_model_parallel_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    gc.collect()  # models and optimizers are cycles, and as long as one is left so are its groups
 
 
 @atexit.register

@@ -23,6 +23,7 @@ REQUIRED = {
     "heterogeneous_block_specs": (False, "leave --heterogeneous-layers-config-path out"),
     "num_moe_experts": (None, "leave --num-experts out"),
     "layernorm_zero_centered_gamma": (False, "leave --apply-layernorm-1p out"),
+    "deterministic_mode": (False, "leave --deterministic-mode out"),
     "fp8": (None, "leave --fp8-format out"),
     "fp4": (None, "leave --fp4-format out"),
     "cuda_graph_impl": ("none", "leave --cuda-graph-impl out"),

@@ -9,6 +9,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
@@ -23,10 +24,15 @@ def named(name: str) -> ModuleSpec:
     return import_module(("megatron_untied.megatron_lm", name))
 
 
-def stock_config(model: ModelConfig, parallel, precision, **changes):
+def stock_config(model: ModelConfig, parallel, precision, **changes) -> TransformerConfig:
+    """Megatron-LM's configuration; YaRN's attributes are not fields of megatron-core's."""
     config = transformer_config(model, parallel, precision)
+    yarn = {name: changes.pop(name) for name in list(changes) if name.startswith("yarn_")}
     window = model.window_size and (model.window_size - 1, 0)
-    return replace(config, **{"window_size": window} | changes)
+    config = replace(config, **{"window_size": window} | changes)
+    for name, value in yarn.items():
+        setattr(config, name, value)
+    return config
 
 
 def stock_model(spec: ModuleSpec, model: ModelConfig, config, groups, **arguments) -> GPTModel:

@@ -1,20 +1,23 @@
 """What stock Megatron may and may not ask of our layers, and how it builds and calls them."""
 
 import re
-from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_untied.backends import choose_backend
 from megatron_untied.config import MemoryConfig, ParallelConfig, Precision, RotaryConfig
 from megatron_untied.megatron_lm import untied_layer_spec
 from megatron_untied.megatron_lm.limits import check_config
+from megatron_untied.model import layer_submodules
 from tests.distributed import run_on_ranks
 from tests.megatron_lm.stock import named, stock_config, stock_model
 from tests.models import parallel_groups, tiny
@@ -138,18 +141,13 @@ def test_positions_may_be_none():
 
 
 def check_sharing(group):
-    spec = named("untied_spec")
-    first, second = (built(spec) for _ in range(2))
-    for model in (first, second):
-        parts = {id(layer.model_parts) for layer in model.decoder.layers}
-        assert len(parts) == 1
-    assert first.decoder.layers[0].model_parts is not second.decoder.layers[0].model_parts
-    forward(first)
-    forward(first)
-    layers = first.decoder.layers
-    attention = layers[0].self_attention.parts
-    assert attention is layers[1].self_attention.parts
-    assert layers[0].model_parts.attention is attention
+    models = [built(named("untied_spec")) for _ in range(2)]
+    for model in models:
+        first, second = (layer.self_attention.parts for layer in model.decoder.layers)
+        assert first is second
+        forward(model)
+    first, second = (model.decoder.layers[0].self_attention.parts for model in models)
+    assert first.workspace is not second.workspace
 
 
 def test_layers_of_one_model_share_buffers_and_models_do_not():
@@ -176,36 +174,39 @@ def test_checkpoints_have_the_names_of_megatrons_own_spec(spec):
     run_on_ranks(check_checkpoint_names, 1, spec)
 
 
-class LaterTransformerLayer(TransformerLayer):
-    """Takes and passes on what megatron-core after 0.16 does."""
+LATER = {
+    TransformerLayer: {"is_mtp_layer": False, "pp_layer_offset": 0, "name": "decoder.layers.0"},
+    SelfAttention: {"pp_layer_offset": 0, "name": "decoder.layers.0.self_attention"},
+}
+"""Arguments that megatron-core after 0.16 also gives."""
 
-    seen: dict
 
-    def __init__(self, *arguments, is_mtp_layer=False, add_layer_offset=True, pp_layer_offset=None,
-                 name=None, **others):  # fmt: skip
-        self.later = (is_mtp_layer, add_layer_offset, pp_layer_offset, name)
-        super().__init__(*arguments, **others)
+def later(original, names, seen):
+    """A constructor that also takes the arguments of ``names``."""
+
+    def constructor(self, *arguments, **others):
+        seen.update((name, others.pop(name)) for name in names if name in others)
+        original(self, *arguments, **others)
+
+    return constructor
 
 
 def check_later_arguments(group, spec):
-    later = {"is_mtp_layer": False, "add_layer_offset": True, "pp_layer_offset": 0, "name": "x"}
-    layer_class = named(spec).module
-    bases = [LaterTransformerLayer if b is TransformerLayer else b for b in layer_class.__bases__]
-    if LaterTransformerLayer not in bases:  # streamed: one class further down
-        streamed = bases[1]
-        bases[1] = type("Later", (streamed, LaterTransformerLayer), {})
-    adapted = type("Adapted", tuple(bases), dict(vars(layer_class)))
-    spec = untied_layer_spec()
-    spec.module = adapted
-    layer = build_module(
-        spec,
-        config=make_config(),
-        layer_number=1,
-        pg_collection=parallel_groups(ParallelConfig()),
-        vp_stage=None,
-        **later,
-    )
-    assert layer.later == (False, True, 0, "x")
+    groups = parallel_groups(ParallelConfig())
+    layer = build_module(named(spec), config=make_config(), layer_number=1, pg_collection=groups)
+    attention = layer.submodules_config.self_attention
+    for base, built_from in ((TransformerLayer, named(spec)), (SelfAttention, attention)):
+        seen = {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(base, "__init__", later(base.__init__, LATER[base], seen))
+            build_module(
+                built_from,
+                config=make_config(),
+                layer_number=1,
+                pg_collection=groups,
+                **LATER[base],
+            )
+        assert seen == LATER[base]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -213,24 +214,25 @@ def test_constructors_pass_on_what_later_versions_give(spec):
     run_on_ranks(check_later_arguments, 1, spec)
 
 
+def as_mlp_submodule(cls, submodules, config, pg_collection, is_mtp_layer, ffn_hidden_size, name):
+    return cls(config, submodules, ffn_hidden_size=ffn_hidden_size, tp_group=pg_collection.tp)
+
+
 def check_mlp_builder(group):
-    def as_mlp_submodule(cls, submodules, config, pg_collection, is_mtp_layer, is_expert=False,
-                         input_size=None, ffn_hidden_size=None, name=None):  # fmt: skip
-        return cls(config, submodules, ffn_hidden_size=ffn_hidden_size, tp_group=pg_collection.tp)
-
-    groups = parallel_groups(ParallelConfig())
-    MLP.as_mlp_submodule = classmethod(as_mlp_submodule)
-    try:
-        from megatron_untied.backends import choose_backend
-        from megatron_untied.model import layer_submodules
-
-        slot = layer_submodules(make_config(), choose_backend("local", "RMSNorm"), None).mlp
-        assert isinstance(slot, partial)
-        mlp = slot(config=make_config(), pg_collection=groups, is_mtp_layer=False, name="mlp")
-        assert mlp.linear_fc1.weight.shape == (2 * 72, 48)
-    finally:
-        del MLP.as_mlp_submodule
+    groups, config = parallel_groups(ParallelConfig()), make_config()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MLP, "as_mlp_submodule", classmethod(as_mlp_submodule), raising=False)
+        slot = layer_submodules(config, choose_backend("local", "RMSNorm"), None).mlp
+        mlp = slot(config=config, pg_collection=groups, is_mtp_layer=False, name="mlp")
+    assert mlp.linear_fc1.weight.shape == (2 * 72, 48)
 
 
 def test_later_versions_get_a_builder_of_the_mlp():
     run_on_ranks(check_mlp_builder, 1)
+
+
+def test_the_documents_own_spec_can_be_made():
+    text = (Path(__file__).parents[2] / "docs/megatron_lm.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.S)[1], names)
+    assert isinstance(names["spec"], ModuleSpec)

@@ -25,6 +25,9 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform",
 STREAMED = MemoryConfig(
     recompute_granularity="selective", recompute_num_layers=2, sequence_tile_size=5
 )
+YARN = {"yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 16,
+        "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_mscale": None,
+        "yarn_mscale_all_dim": None, "yarn_correction_range_round_to_int": True}  # fmt: skip
 ABSOLUTE = {"position_embedding_type": "none"}
 
 
@@ -126,6 +129,14 @@ OWN_TABLE = Variant(choices={"rotary": RotaryConfig(), "heads_per_chunk": "all"}
             {"context_parallel_size": 2, "use_rope_scaling": True},
             [Variant(spec="untied_spec", arguments={"rope_scaling": True})],
             id="cp2-llama3-scaling",
+        ),
+        pytest.param(
+            2,
+            {"context_parallel_size": 2, "position_embedding_type": "yarn"}
+            | {name: YARN[name] for name in list(YARN)[:2]},
+            [Variant(spec="untied_spec", config=YARN,
+                     arguments={"position_embedding_type": "yarn"})],
+            id="cp2-yarn",
         ),
     ],
 )  # fmt: skip

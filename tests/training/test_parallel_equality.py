@@ -89,12 +89,21 @@ def test_ten_steps_are_those_of_one_rank(tmp_path, one_rank, world_size, flags):
 
 
 def test_every_kind_of_parameter_is_trained_alike(tmp_path):
-    """Biases, LayerNorm, norms of heads, tied embeddings: each meets its gradients elsewhere."""
+    """Biases, LayerNorm, norms of heads, tied embeddings: each meets its gradients elsewhere.
+
+    Heads are wider than hidden size / heads, and rotated as YaRN does.
+    """
     others = {"disable_bias_linear": None, "normalization": "LayerNorm", "swiglu": None,
-              "qk_layernorm": True, "add_qkv_bias": True, "train_iters": 5,
-              "untie_embeddings_and_output_weights": None}  # fmt: skip
+              "qk_layernorm": True, "add_qkv_bias": True, "kv_channels": 12, "train_iters": 5,
+              "untie_embeddings_and_output_weights": None, "position_embedding_type": "yarn",
+              "yarn_rotary_scaling_factor": 4,
+              "yarn_original_max_position_embeddings": 16}  # fmt: skip
     one_rank = curve(tmp_path / "one", 1, **others)
-    for name, flags in (("plain", {}), ("sequence", SEQUENCE)):
+    for name, flags in (
+        ("plain", {}),
+        ("sequence", SEQUENCE),
+        ("streamed", SEQUENCE | STREAMED | {"cp_heads_per_chunk": 2}),
+    ):
         require_same(curve(tmp_path / name, 4, **CONTEXT, **TENSOR, **flags, **others), one_rank)
 
 

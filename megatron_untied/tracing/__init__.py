@@ -1,1 +1,0 @@
-"""Counts what a training step takes of a device, on a machine that has none."""

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.utils import unwrap_model
 
 from megatron_untied.training.optimizer import build_scheduler
 from tests.distributed import run_on_ranks
@@ -49,7 +50,8 @@ def test_learning_rate_of_every_iteration(flags, expected):
 
 def weight_decay_by_parameter(group, **flags) -> dict[str, float]:
     learner = learner_on(group, **flags)
-    names = {id(parameter): name for name, parameter in learner.model.module.named_parameters()}
+    model = unwrap_model(learner.model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         names[id(parameter)]: one["weight_decay"]
         for one in learner.sharding.param_groups
@@ -57,10 +59,10 @@ def weight_decay_by_parameter(group, **flags) -> dict[str, float]:
     }
 
 
-def test_weight_decay_spares_norms_and_biases():
-    (decays,) = run_on_ranks(
-        weight_decay_by_parameter, 1, weight_decay=0.1, qk_layernorm=True, add_qkv_bias=True
-    )
+@pytest.mark.parametrize("full_sharding", [None, True])
+def test_weight_decay_spares_norms_and_biases(full_sharding):
+    flags = {"qk_layernorm": True, "add_qkv_bias": True, "use_torch_fsdp2": full_sharding}
+    (decays,) = run_on_ranks(weight_decay_by_parameter, 1, weight_decay=0.1, **flags)
     spared = {name for name, decay in decays.items() if decay == 0.0}
     assert spared == {name for name in decays if "norm" in name or name.endswith("bias")}
     assert len(spared) == 2 * 5 + 1  # a layer: two norms, q and k norms, qkv bias; the final norm

@@ -31,9 +31,8 @@ class FullSharding:
         groups: ProcessGroupCollection,
     ):
         with torch.device("meta"):  # no rank ever holds the whole model
-            # In the run's precision, which its kernel is chosen for; the rows that are updated
-            # are fp32 all the same.
-            self.model = model_provider(config, groups).float()
+            # In the precision that its kernel is chosen for; its rows are fp32 all the same.
+            self.model = model_provider(config, groups)
         self.layouts = parameter_layouts(
             self.model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
         )

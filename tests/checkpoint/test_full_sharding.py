@@ -8,14 +8,11 @@ from megatron_untied.training.metrics import read_metrics
 from tests.distributed import run_on_ranks
 from tests.small_run import gather_state
 from tests.training.command_line import tiny_config
+from tests.training.full_sharding_flags import CONTEXT, FULL, TENSOR, UNEVEN
 from tests.training.tiny_run import learner_on, train
 
-FULL = {"use_torch_fsdp2": True}
 DISTRIBUTED = {"use_distributed_optimizer": True}
-CONTEXT = {"context_parallel_size": 2}
-TENSOR = {"tensor_model_parallel_size": 2}
-MODEL = {"qk_layernorm": True, "add_qkv_bias": True, "hidden_size": 40, "kv_channels": 8}
-"""40 rows over 4 ranks, 251 of the vocabulary: shards begin and end anywhere."""
+MODEL = UNEVEN | {"qk_layernorm": True, "add_qkv_bias": True}
 
 
 def loaded(group, path, **flags):

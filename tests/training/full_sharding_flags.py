@@ -6,6 +6,13 @@ CONTEXT = {"context_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
 VECTORS = {"qk_layernorm": True, "disable_bias_linear": None, "normalization": "LayerNorm"}
+UNEVEN = {
+    "hidden_size": 42,
+    "ffn_hidden_size": 98,
+    "kv_channels": 6,
+    "make_vocab_size_divisible_by": 1,
+}
+"""Rows that do not divide by 2 or 4 ranks; of 6 the fourth of 4 ranks has none."""
 DOCUMENTS = {"reset_position_ids": True, "dataloader_inter_document_masking": True}
 TIED = {"untie_embeddings_and_output_weights": None}
 

@@ -109,6 +109,8 @@ class UntiedGPTModel(GPTModel):
             normalized = self.decoder.final_layernorm.normalize(hidden_states)
             return super()._postprocess(normalized, labels=None, **kwargs)
         norm = self.decoder.final_layernorm
+        # The loss needs none of attention's buffers, and their memory.
+        self.attention_parts.workspace.release()
         return self.loss(hidden_states, self._output_matrix, labels, loss_mask, norm)
 
     def _output_matrix(self) -> Tensor:

@@ -1,6 +1,6 @@
 """The gradients of keys and values: summed over the chunks that used a head, then sent home."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,20 +8,8 @@ from torch import Tensor
 from megatron_untied.context_parallel.all_to_all import HeadExchange, blocks
 from megatron_untied.context_parallel.chunk_loader import LoadedChunk
 from megatron_untied.context_parallel.head_schedule import HeadSchedule, Turn
+from megatron_untied.context_parallel.key_value_sums import DeviceSums, KeyValueSums, MakeSums
 from megatron_untied.context_parallel.workspace import ChunkBuffers
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Gradients of the heads of one load: [s, b, len(heads), d] of k and of v."""
-
-    heads: range
-    tensors: tuple[Tensor, Tensor]
-    started: set[int] = field(default_factory=set)
-
-    def columns(self, heads: range) -> list[Tensor]:
-        first = heads.start - self.heads.start
-        return [x[:, :, first : first + len(heads)] for x in self.tensors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +17,7 @@ class GradientTarget:
     """Where attention leaves the gradients of some keys and values: [s, b, len(heads), d] each."""
 
     heads: range
-    sums: _Sums
+    sums: KeyValueSums
     scratch: ChunkBuffers
 
     def buffers(self, index: int = 0) -> list[Tensor]:
@@ -37,30 +25,15 @@ class GradientTarget:
 
         ``index`` 1 are others than ``index`` 0, for who still needs what he wrote there.
         """
-        if self._in_place:
-            return self.sums.columns(self.heads)
+        place = self.sums.place(self.heads, self.scratch.like.dtype)
+        if place is not None:
+            return place
         names = (("dk", "dv"), ("dk_second", "dv_second"))[index]
         return [self.scratch.head_side(name, len(self.heads)) for name in names]
 
     def add(self, dk: Tensor, dv: Tensor, *, rows: slice | None = None) -> None:
         """Add gradients of all tokens, or after those of ``rows`` [len(rows), b, heads, d]."""
-        started = self._started
-        assert started or rows is None, "nothing of the other rows would ever be written"
-        for total, part in zip(self.sums.columns(self.heads), (dk, dv), strict=True):
-            if started:
-                total[rows or slice(None)].add_(part)
-            elif not self._in_place:
-                total.copy_(part)
-        self.sums.started.update(self.heads)
-
-    @property
-    def _started(self) -> bool:
-        return not self.sums.started.isdisjoint(self.heads)
-
-    @property
-    def _in_place(self) -> bool:
-        """Whether what the kernel writes first are the sums themselves."""
-        return not self._started and self.sums.tensors[0].dtype == self.scratch.like.dtype
+        self.sums.add(self.heads, (dk, dv), rows)
 
 
 class KeyValueGradients:
@@ -78,14 +51,19 @@ class KeyValueGradients:
         buffers: ChunkBuffers,
         *,
         summed: bool,
+        make_sums: MakeSums | None = None,
     ):
-        """``summed``: whether attention adds several parts for one head in one chunk already."""
+        """``summed``: whether attention adds several parts for one head in one chunk already.
+
+        ``make_sums`` makes the wide sums, None in the workspace.
+        """
         self.exchange, self.buffers = exchange, buffers
         dtype = buffers.like.dtype
         wide = torch.promote_types(dtype, torch.float32)
         summed = summed or schedule.kv_heads_in_many_chunks(exchange.rank)
         self._sum_dtype = wide if summed else dtype
-        self._sums: list[_Sums] = []
+        self._make_sums = make_sums if summed else None
+        self._sums: list[KeyValueSums] = []
         self._home_dtype = wide if schedule.shares_kv_heads else dtype
         self._home_shape = (2, buffers.n, buffers.b, schedule.num_kv_heads, buffers.d)
         self.total: Tensor | None = None
@@ -97,15 +75,18 @@ class KeyValueGradients:
 
     def begin(self, turn: Turn) -> None:
         """Make room for the heads that ``turn`` loads."""
-        if turn.load:
-            names = (f"dk_sum{turn.buffer}", f"dv_sum{turn.buffer}")
-            size = len(turn.load)
-            tensors = (self.buffers.head_side(x, size, self._sum_dtype) for x in names)
-            self._sums.append(_Sums(turn.load, tuple(tensors)))
+        if not turn.load:
+            return
+        if self._make_sums is not None:
+            size = self.buffers
+            shape = torch.Size((size.n * size.num_ranks, size.b, size.d))
+            self._sums.append(self._make_sums(turn.load, shape, self._sum_dtype))
+        else:
+            self._sums.append(self._device_sums(turn))
 
     def target(self, heads: range) -> GradientTarget:
         """Where the gradients of ``heads`` go."""
-        return GradientTarget(heads, self._find(heads), self.buffers)
+        return GradientTarget(heads, self._find(heads[0]), self.buffers)
 
     def send_home(self, chunk: LoadedChunk, scratch: str) -> None:
         """Send the heads finished in ``chunk`` to the ranks whose tokens they are. Collective.
@@ -127,18 +108,27 @@ class KeyValueGradients:
             parts = blocks(receive, counts, size.n, size.b, size.d)
             for done, part in zip(dones, parts, strict=True):
                 total[:, :, done.start : done.stop] += part
-        self._sums = [sums for sums in self._sums if sums.heads[-1] not in chunk.turn.done]
+        finished = [sums for sums in self._sums if sums.heads[-1] in chunk.turn.done]
+        self._sums = [sums for sums in self._sums if sums not in finished]
+        for sums in finished:
+            sums.release()
 
-    def _find(self, heads: range) -> _Sums:
-        return next(sums for sums in self._sums if heads[0] in sums.heads)
+    def _device_sums(self, turn: Turn) -> DeviceSums:
+        names = f"dk_sum{turn.buffer}", f"dv_sum{turn.buffer}"
+        size = len(turn.load)
+        tensors = [self.buffers.head_side(name, size, self._sum_dtype) for name in names]
+        return DeviceSums(turn.load, tensors)
+
+    def _find(self, head: int) -> KeyValueSums:
+        return next(sums for sums in self._sums if head in sums.heads)
 
     def _packed(self, index: int, done: range) -> Tensor:
         """Dk (0) or dv (1) of the ``done`` heads, contiguous and in the dtype that travels."""
-        for sums in self._sums:
-            if sums.heads == done and self._sum_dtype == self.buffers.like.dtype:
-                return sums.tensors[index]
+        if done:
+            whole = self._find(done[0]).whole(index, done, self.buffers.like.dtype)
+            if whole is not None:
+                return whole
         packed = self.buffers.head_side(("dk", "dv")[index], len(done))
         for column, head in enumerate(done):
-            one = range(head, head + 1)
-            packed[:, :, column : column + 1] = self._find(one).columns(one)[index]
+            self._find(head).read(index, head, packed[:, :, column])
         return packed

@@ -18,6 +18,7 @@ from megatron_untied.context_parallel.key_value_gradients import (
     GradientTarget,
     KeyValueGradients,
 )
+from megatron_untied.context_parallel.key_value_sums import MakeSums
 from megatron_untied.context_parallel.workspace import ChunkBuffers, Workspace
 
 LogSumExps = list[list[Tensor]]
@@ -28,7 +29,7 @@ class Attend(Protocol):
     """Attention over what one rank holds after the exchange; see :mod:`.kernels`."""
 
     sums_gradients: bool
-    """Whether several kernel calls add to the gradient of one key."""
+    """Whether several kernel calls add to the gradient of one query or key."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Tensor:
         """Write the attention output into ``out``; returns the log-sum-exp."""
@@ -45,7 +46,10 @@ class Attend(Protocol):
         dq: Tensor,
         target: GradientTarget,
     ) -> None:
-        """Write the gradient of q into ``dq``, and add those of k and v to ``target``."""
+        """Write the gradient of q into ``dq``, and add those of k and v to ``target``.
+
+        ``dq`` may be ``d_out``, unless gradients are summed.
+        """
 
 
 class UntiedUlysses:
@@ -93,20 +97,31 @@ class UntiedUlysses:
         lse: LogSumExps,
         grad: HeadMajor,
         attend: Attend,
+        make_sums: MakeSums | None = None,
     ) -> Tensor:
         """Turn ``grad`` from dO into dQ, slot by slot; returns dK and dV: [2, n, b, g, d].
 
-        dQ and dK are those of the rotated queries and keys.
+        dQ and dK are those of the rotated queries and keys. ``make_sums`` says where gradients of
+        keys and values are summed over chunks; None is the workspace.
         """
         buffers = self._buffers(source)
-        chunks = self._loader(source, buffers, spare="dq", head_major={"do": grad, "o": out})
+        chunks = self._loader(source, buffers, spare="dk", head_major={"do": grad, "o": out})
         sending = _Sending(self.exchange, buffers, self.limit_in_flight)
         gradients = KeyValueGradients(
-            self.schedule, self.exchange, buffers, summed=attend.sums_gradients
+            self.schedule,
+            self.exchange,
+            buffers,
+            summed=attend.sums_gradients,
+            make_sums=make_sums,
         )
+        # A kernel reads dO for the last time before it writes dQ: one buffer for both. Not if
+        # another call reads dO again, and not while the next dO arrives and this dQ leaves.
+        over_d_out = not (attend.sums_gradients or self.schedule.overlap)
         for chunk in chunks:
             turn = chunk.turn
-            dq = buffers.head_side(chunks.set_of("dq", chunk.index), len(turn.query))
+            dq = chunk.tensors["do"]
+            if not over_d_out:
+                dq = buffers.head_side(chunks.set_of("dq", chunk.index), len(turn.query))
             gradients.begin(turn)
             for piece, piece_lse in zip(turn.pieces, lse[chunk.index], strict=True):
                 do, q, o, dq_piece = (

@@ -38,12 +38,13 @@ class HostRows:
 
 
 DEAD_BUFFERS = {
-    "out": {"landing": "q", "slot": "dq"},
-    "d_out": {"landing": "do", "slot": "dq"},
+    "out": {"landing": "q", "slot": "dk"},
+    "d_out": {"landing": "dk", "slot": "dk"},
 }
 """Buffers of the chunk loop through which slots pass between host and exchange, without overlap.
 
-O lands when q was used, dQ when dO was; what is fetched is sent before dq is computed.
+O lands when q was used. What is fetched is sent before dk is computed, and dQ lands when dk was
+added to its sum.
 """
 
 

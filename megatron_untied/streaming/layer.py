@@ -219,7 +219,12 @@ def layer_backward(
     _after_attention_backward(layer, gradient, x, out, d_out, sums)
     with parked(gradient, stash):
         attend = attention.attention_over(sequence)
-        dk, dv = attention.ulysses.backward(source, out, lse, d_out, attend)
+        # As much room for a head's sum as a tile of all heads takes.
+        rows = layer.streaming.tile_size * attention.ulysses.schedule.num_heads
+        make_sums = stash.make_sums(rows, source.like)
+        dk, dv = attention.ulysses.backward(source, out, lse, d_out, attend, make_sums)
+        # What follows needs none of its buffers, and the memory.
+        stash.workspace.release()
     _before_attention_backward(layer, gradient, source, (d_out, dk, dv), sums)
     d_out.release()
     return sums

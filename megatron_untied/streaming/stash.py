@@ -7,6 +7,7 @@ layer of a group only. In backward the others' are built again, from the x befor
 O is then kept for the group's own backward.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,12 +19,14 @@ from megatron_untied.context_parallel.head_major import (
     HeadMajor,
     HeadMajorShape,
 )
+from megatron_untied.context_parallel.key_value_sums import MakeSums
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.untied import LogSumExps
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host import HostHeadMajor, HostRows
 from megatron_untied.streaming.host_arena import HostArena
+from megatron_untied.streaming.host_sums import HostSums
 from megatron_untied.streaming.tiles import Tile
 
 
@@ -84,7 +87,7 @@ class Stash:
     host_layers: int
     """The first so many layers keep on the host."""
     park: bool
-    """Slots go through the host even if nothing has to be kept."""
+    """Slots and sums go through the host even if nothing has to be kept."""
     arena: HostArena
     workspace: Workspace
     _open: Group | None = None
@@ -133,6 +136,18 @@ class Stash:
         if self.park:
             return HostHeadMajor("d_out", shape, self.arena, self.workspace, like)
         return self._shared("d_out", shape, like)
+
+    def make_sums(self, rows_at_a_time: int, like: Tensor) -> MakeSums | None:
+        """Where sums of key and value gradients are made; None is on the device, by attention."""
+        if not self.park:
+            return None
+        return functools.partial(
+            HostSums,
+            arena=self.arena,
+            workspace=self.workspace,
+            like=like.new_empty(0),
+            rows_at_a_time=rows_at_a_time,
+        )
 
     def _shared(self, name: str, shape: HeadMajorShape, like: Tensor) -> HeadMajor:
         storage = self.workspace.take(f"{name}_slots", shape.numel, like=like)

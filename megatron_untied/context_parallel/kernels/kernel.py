@@ -107,6 +107,8 @@ class AttentionKernel(ABC):
     ) -> None:
         """Write the gradients into ``dq``, ``dk``, ``dv``.
 
+        ``dq`` may be ``d_out``, if every query sees a key.
+
         ``out`` and ``lse`` are those of all keys that the queries see, which may be more than the
         ``k`` of this call: then the gradients are this call's part of a sum.
 
@@ -119,6 +121,7 @@ class AttentionKernel(ABC):
         self.counter.flops += _product_flops(shape, mask, products=5)
         calls = cut(shape, mask, self.limits)
         if _leaves_rows(calls, shape):
+            assert not torch._C._is_alias_of(dq, d_out), "dO would be gone before it is read"
             for gradient in (dq, dk, dv):
                 gradient.zero_()
         for call in calls:
@@ -134,7 +137,7 @@ class AttentionKernel(ABC):
 
     @abstractmethod
     def _backward(self, x: BackwardTensors, call: Call, scale: float) -> None:
-        """The backward of one call."""
+        """The backward of one call. ``x.dq`` may be ``x.d_out``: it is written last."""
 
 
 def _product_flops(shape: Shape, mask: Mask, *, products: int) -> int:

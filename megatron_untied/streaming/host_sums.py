@@ -1,0 +1,92 @@
+"""Sums of key and value gradients that wait on the host while attention runs."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.streaming.host_arena import HostArena, prefetch
+
+
+class HostSums:
+    """See :class:`megatron_untied.context_parallel.key_value_sums.KeyValueSums`.
+
+    A head's sum comes to the device some rows at a time, is added to and goes back, between two
+    kernels. Heads lie apart on the host, so that those rows are one piece of memory.
+    """
+
+    def __init__(
+        self,
+        heads: range,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        *,
+        arena: HostArena,
+        workspace: Workspace,
+        like: Tensor,
+        rows_at_a_time: int,
+    ):
+        """``shape``: [s, b, d] of one head's dk. ``like``: any tensor of the device."""
+        self.heads, self._num_rows = heads, shape[0]
+        self._slot = arena.reserve((2, len(heads), *shape), dtype)
+        self._started: set[int] = set()
+        self._step = min(rows_at_a_time, shape[0])
+        self._room = workspace.take(
+            "sums_room", 2, self._step, *shape[1:], like=like, dtype=dtype
+        ).flatten(1)
+
+    def place(self, heads: range, dtype: torch.dtype) -> None:
+        """No kernel writes to the host."""
+
+    def whole(self, index: int, heads: range, dtype: torch.dtype) -> None:
+        """No exchange reads from the host."""
+
+    def add(self, heads: range, parts: Sequence[Tensor], rows: slice | None = None) -> None:
+        """See :class:`KeyValueSums`."""
+        started = not self._started.isdisjoint(heads)
+        assert started or rows is None, "nothing of the other rows would ever be written"
+        rows = rows or slice(0, self._num_rows)
+        for index, part in enumerate(parts):
+            for column, head in enumerate(heads):
+                self._add_head(index, head, rows, part[:, :, column], started)
+        self._started.update(heads)
+
+    def read(self, index: int, head: int, out: Tensor) -> None:
+        """See :class:`KeyValueSums`."""
+        for rows, total in self._totals(index, head, slice(0, self._num_rows)):
+            out[rows].copy_(total)
+
+    def release(self) -> None:
+        """Give the host memory back."""
+        self._slot.release()
+
+    def _add_head(self, index: int, head: int, rows: slice, part: Tensor, started: bool) -> None:
+        """``part`` [len(rows), b, d]."""
+        for tile, total in self._totals(index, head, rows) if started else self._empty(part, rows):
+            added = part[tile.start - rows.start : tile.stop - rows.start]
+            if started:
+                total += added
+            else:
+                total.copy_(added)
+            # Waited for at once: the tile after next arrives in the same half of the room.
+            self._slot.write(self._place(index, head, tile), total).wait()
+
+    def _totals(self, index: int, head: int, rows: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Some rows at a time of a head's sum, on the device, the next ones on their way."""
+        tiles = list(self._tiles(rows))
+        reads = ((self._slot, self._place(index, head, tile)) for tile in tiles)
+        return zip(tiles, prefetch(reads, self._room), strict=True)
+
+    def _empty(self, like: Tensor, rows: slice) -> Iterator[tuple[slice, Tensor]]:
+        """The same for a sum of nothing."""
+        for tile in self._tiles(rows):
+            shape = torch.Size((tile.stop - tile.start, *like.shape[1:]))
+            yield tile, self._room[0][: shape.numel()].view(shape)
+
+    def _tiles(self, rows: slice) -> Iterator[slice]:
+        for start in range(rows.start, rows.stop, self._step):
+            yield slice(start, min(start + self._step, rows.stop))
+
+    def _place(self, index: int, head: int, rows: slice) -> tuple[int, int, slice]:
+        return index, head - self.heads.start, rows

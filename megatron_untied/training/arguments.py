@@ -17,8 +17,8 @@ from megatron_untied.config import (
     RotaryConfig,
 )
 from megatron_untied.data.config import DataConfig
-from megatron_untied.data.tokenizers import build_tokenizer
 from megatron_untied.platform import device
+from megatron_untied.presets import read_preset
 from megatron_untied.training.config import (
     BatchConfig,
     DistributedConfig,
@@ -30,8 +30,9 @@ from megatron_untied.training.config import (
     ScheduleConfig,
 )
 from megatron_untied.training.flags import FLAGS, NOT_YET
-from megatron_untied.training.rotary_flags import rotary_config
+from megatron_untied.training.rotary_flags import replace_scaling, rotary_config
 from megatron_untied.training.validate import validate
+from megatron_untied.training.vocabulary_flags import model_vocab_size, tokenizer_vocab_size
 
 Values = Mapping[str, Any]
 Config = TypeVar("Config")
@@ -67,7 +68,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         ValueError: an unknown flag, a flag whose feature does not exist, a value that cannot be,
             values that do not fit together; each with what to change.
     """
-    given = parse_flags(argv)
+    given = with_preset(parse_flags(argv))
     for name, other in NEEDS.items():
         if name in given and other not in given:
             raise ValueError(
@@ -75,7 +76,12 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
             )
     values = defaults() | given
     _require(values, "seq_length", "micro_batch_size", "train_iters", "lr", "tokenizer_type")
-    data = _take(DataConfig, values, data_path=tuple(values["data_path"]))
+    data = _take(
+        DataConfig,
+        values,
+        data_path=tuple(values["data_path"]),
+        vocab_size=tokenizer_vocab_size(values),
+    )
     sizes = values["hierarchical_context_parallel_sizes"]
     parallel = _take(
         ParallelConfig, values, hierarchical_context_parallel_sizes=sizes and tuple(sizes)
@@ -113,6 +119,18 @@ def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
     return vars(given)
 
 
+def with_preset(given: Values) -> dict[str, Any]:
+    """``given`` and, where it names a ``--model``, that model's flags for what it leaves out."""
+    if "model" not in given:
+        return dict(given)
+    if "use_checkpoint_args" in given:
+        raise ValueError(
+            f"--model {given['model']} and --use-checkpoint-args each say the architecture; "
+            "give one"
+        )
+    return replace_scaling(parse_flags(read_preset(given["model"]).argv), given)
+
+
 def defaults() -> dict[str, Any]:
     """What each flag is when it is left out."""
     flags = (flag for group in FLAGS.values() for flag in group)
@@ -147,23 +165,14 @@ def _model(given: Values, values: Values, data: DataConfig) -> ModelConfig:
         stored = read_model_config(values["load"], values["ckpt_step"])
         rotary = rotary_config(given, stored.rotary)
         model = replace(stored, **_shared(ModelConfig, given) | {"rotary": rotary})
+        stored_rows = stored.vocab_size
     else:
         _require(values, "num_layers", "hidden_size", "num_attention_heads")
         model = _take(
             ModelConfig, values, **_derived(values), rotary=rotary_config(given, RotaryConfig())
         )
-    tokenizer = build_tokenizer(
-        data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size
-    )
-    if not values["use_checkpoint_args"]:
-        return replace(model, vocab_size=tokenizer.vocab_size)
-    if tokenizer.vocab_size > stored.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and the checkpoint in "
-            f"{values['load']} {stored.vocab_size}; give the tokenizer it was trained with"
-        )
-    # Models may have rows that no token uses; their softmax goes over them all the same.
-    return replace(model, vocab_size=stored.vocab_size)
+        stored_rows = None
+    return replace(model, vocab_size=model_vocab_size(values, data, stored_rows))
 
 
 def _derived(values: Values) -> dict[str, Any]:
@@ -181,7 +190,7 @@ def _derived(values: Values) -> dict[str, Any]:
         "ffn_hidden_size": values["ffn_hidden_size"] or ffn,
         "num_query_groups": values["num_query_groups"] if values["group_query_attention"] else h,
         "max_position_embeddings": _or(values, "max_position_embeddings", "seq_length"),
-        "vocab_size": 0,  # the tokenizer says
+        "vocab_size": 0,  # the tokenizer or the preset says
     }
 
 

@@ -6,12 +6,14 @@ goes and a line in ``FLAGS`` comes. ``arguments.py`` turns what was given into a
 """
 
 import argparse
+import difflib
 from collections.abc import Callable
 from typing import Any, get_args
 
 from megatron_untied.backends import TransformerImpl
 from megatron_untied.context_parallel.kernels import ATTENTION_BACKENDS
 from megatron_untied.data.config import TOKENIZER_TYPES
+from megatron_untied.presets import preset_names
 from megatron_untied.training.rotary_flags import ROPE_SCALING_FACTOR
 
 Flag = tuple[str, dict[str, Any]]
@@ -62,6 +64,16 @@ def heads_per_chunk(text: str) -> int | str:
     return text if text == "all" else integer(1)(text)
 
 
+def preset(text: str) -> str:
+    """Parses the name of a published architecture."""
+    names = preset_names()
+    if text in names:
+        return text
+    close = difflib.get_close_matches(text.lower(), names, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}{hint}")
+
+
 def window(text: str) -> int:
     """Parses Megatron's LEFT,RIGHT: neighbors a query sees. Returns all that it sees, with itself.
 
@@ -79,6 +91,13 @@ count, index, amount, stretch = integer(1), integer(0), real(0.0), real(1.0)
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "model": (
+        flag(
+            "--model",
+            preset,
+            metavar="NAME",
+            help=f"a published architecture, which the flags of this group change: "
+            f"{', '.join(preset_names())}",
+        ),
         flag("--num-layers", count, help="transformer layers"),
         flag("--hidden-size", count, help="width of the residual stream"),
         flag("--ffn-hidden-size", count, help="width of the MLP (4 x hidden, with SwiGLU 8/3 x)"),

@@ -38,24 +38,41 @@ def rotary_config(given: Values, stored: RotaryConfig) -> RotaryConfig:
     return replace(stored, **changes)
 
 
-def _kind(given: Values) -> str | None:
-    """How positions are to be scaled; None if no flag says."""
+def replace_scaling(preset: Values, given: Values) -> dict[str, Any]:
+    """``preset`` | ``given``; a kind of scaling that ``given`` asks for replaces another whole."""
+    kinds = _kinds(given)
+    kept = kinds in ([], _kinds(preset))
+    return {name: v for name, v in preset.items() if kept or not _scales(name)} | dict(given)
+
+
+def _scales(name: str) -> bool:
+    others = ("position_embedding_type", "rotary_seq_len_interpolation_factor")
+    return name in others or name.startswith("yarn_") or "rope_scaling" in name
+
+
+def _kinds(given: Values) -> list[str]:
+    """How positions are to be scaled, by every flag that says so."""
     interpolation = given.get("rotary_seq_len_interpolation_factor")
     asked = {
         "llama3": given.get("use_rope_scaling", False),
         "linear": interpolation is not None and interpolation > 1,
+        "none": interpolation == 1,
         "yarn": given.get("position_embedding_type") == "yarn",
     }
-    kinds = [kind for kind, is_asked in asked.items() if is_asked]
-    if len(kinds) > 1:
-        flags = " and ".join(SCALE_FLAGS[kind] for kind in kinds)
+    return [kind for kind, is_asked in asked.items() if is_asked]
+
+
+def _kind(given: Values) -> str | None:
+    """How positions are to be scaled; None if no flag says."""
+    kinds = _kinds(given)
+    scaled = [kind for kind in kinds if kind != "none"]
+    if len(scaled) > 1:
+        flags = " and ".join(SCALE_FLAGS[kind] for kind in scaled)
         raise ValueError(f"{flags} each scale the rotary embedding; give one")
     for name in given:
-        if name.startswith("yarn_") and not asked["yarn"]:
+        if name.startswith("yarn_") and "yarn" not in kinds:
             raise ValueError(f"{_flag(name)} does nothing without --position-embedding-type yarn")
-    if kinds:
-        return kinds[0]
-    return "none" if interpolation == 1 else None
+    return next(iter(scaled or kinds), None)
 
 
 def _scaling(given: Values, kind: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from megatron_untied.training.flags import FLAGS
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {
     "--nproc-per-node": "2",
+    "--world-size": "2",
     "--num-layers": "2",
     "--hidden-size": "64",
     "--ffn-hidden-size": "96",
@@ -39,6 +40,14 @@ SMALL = {
     "--train-iters": "3",
 }
 """What a command for eight GPUs becomes on a CPU."""
+
+MOCK = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer"
+SMALL_MODEL = " ".join(
+    f"{flag} {SMALL[flag]}"
+    for flag in SMALL
+    if flag in ("--num-layers", "--hidden-size", "--ffn-hidden-size", "--vocab-size")
+)
+"""After --model of a published one."""
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
 
@@ -80,6 +89,15 @@ def parses_and_trains_small(command: str) -> None:
     trains(" ".join(SMALL.get(flag, word) for flag, word in zip(before, words, strict=True)))
 
 
+def parses_and_traces_small(command: str) -> None:
+    words = shlex.split(command)
+    world_size = int(words[words.index("--world-size") + 1])
+    parse_arguments([*words[4:], *MOCK.split()], world_size=world_size)
+    before = [None, *words[:-1]]
+    small = [SMALL.get(flag, word) for flag, word in zip(before, words, strict=True)]
+    assert "device peak" in run(" ".join([*small, SMALL_MODEL]))
+
+
 def is_a_script(command: str) -> None:
     _, script, *arguments = shlex.split(command)
     run(f"bash -n {script}")
@@ -109,6 +127,7 @@ CHECKS = {
     "bash ": is_a_script,
     "python -m torch.distributed.run ": trains,
     "torchrun ": parses_and_trains_small,
+    "python benchmarks/memory_trace.py ": parses_and_traces_small,
     "pip install ": installs,
     "pre-commit ": starts_pre_commit,
     "ruff ": runs_elsewhere,

@@ -4,9 +4,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from megatron_untied.context_parallel.head_major import DeviceHeadMajor, HeadMajorShape
+from megatron_untied.context_parallel.untied import LogSumExps
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host_arena import HostArena, HostSlot, prefetch
@@ -145,6 +147,31 @@ class HostHeadMajor:
         parts = flat.split([each.numel() for each in blocks])
         views = (part.view(each) for part, each in zip(parts, blocks, strict=True))
         return list(zip(self._slots[index], views, strict=True))
+
+
+class HostLogSumExps:
+    """What attention's backward needs of its forward beside O, on the host: fp32 [b, heads, s]."""
+
+    def __init__(self, lse: LogSumExps, arena: HostArena):
+        self._slots = [[_stored(each, arena) for each in chunk] for chunk in lse]
+        self._device = lse[0][0].device
+
+    def on_device(self) -> LogSumExps:
+        """Fetched; the host memory is given back."""
+        return [[_fetched(slot, self._device) for slot in chunk] for chunk in self._slots]
+
+
+def _stored(tensor: Tensor, arena: HostArena) -> HostSlot:
+    slot = arena.reserve(tensor.shape, tensor.dtype)
+    slot.store(tensor).wait()
+    return slot
+
+
+def _fetched(slot: HostSlot, device: torch.device) -> Tensor:
+    tensor = torch.empty(slot.shape, dtype=slot.dtype, device=device)
+    slot.fetch(tensor).wait()
+    slot.release()
+    return tensor
 
 
 def _wait(copies: Sequence[Copy]) -> None:

@@ -34,7 +34,14 @@ from megatron_untied.streaming.projections import (
     queries_keys_values,
 )
 from megatron_untied.streaming.rebuild import rebuild
-from megatron_untied.streaming.stash import DeviceRows, Group, LayerStash, Rows, Stash
+from megatron_untied.streaming.stash import (
+    Attention,
+    DeviceRows,
+    Group,
+    LayerStash,
+    Rows,
+    Stash,
+)
 from megatron_untied.streaming.tiles import (
     GradientSums,
     Tile,
@@ -186,15 +193,17 @@ def layer_forward(
 
 def attend(
     layer: UntiedTransformerLayer, x: Rows, sequence: SequenceInfo, *, is_kept: bool
-) -> tuple[HeadMajor, LogSumExps]:
+) -> Attention:
     """Attention of all heads over the layer's input: O and its log-sum-exps. Collective.
 
     O that is not kept is valid until the next layer runs.
     """
     source, attention = _projections(layer, x, sequence), layer.self_attention
     stash, shape = layer.streaming.stash, _slots(layer, source)
-    out = stash.out(layer.layer_number - 1, shape, source.like, is_kept=is_kept)
-    return out, attention.ulysses.forward(source, out, attention.attention_over(sequence))
+    index = layer.layer_number - 1
+    out = stash.out(index, shape, source.like, is_kept=is_kept)
+    lse = attention.ulysses.forward(source, out, attention.attention_over(sequence))
+    return out, stash.log_sum_exps(index, lse, is_kept=is_kept)
 
 
 def finish(layer: UntiedTransformerLayer, x: Rows, out: HeadMajor, result: Tensor) -> None:

@@ -8,9 +8,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_untied.context_parallel.head_major import HeadMajor
 from megatron_untied.context_parallel.untied import LogSumExps
-from megatron_untied.streaming.stash import Group, LayerStash, Rows, Stash
+from megatron_untied.streaming.host import HostLogSumExps
+from megatron_untied.streaming.stash import Attention, Group, LayerStash, Rows, Stash
 
-Attend = Callable[..., tuple[HeadMajor, LogSumExps]]
+Attend = Callable[..., Attention]
 Finish = Callable[[nn.Module, Rows, HeadMajor, Tensor], None]
 
 
@@ -38,7 +39,8 @@ def rebuild(
             if following is not members[-1]:
                 _scatter(each.layer)
     last = members.pop()
-    return last.x, *last.attention
+    out, lse = last.attention
+    return last.x, out, lse.on_device() if isinstance(lse, HostLogSumExps) else lse
 
 
 def _keep_output(each: LayerStash, following: LayerStash, stash: Stash, finish: Finish) -> None:

@@ -24,7 +24,7 @@ from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.untied import LogSumExps
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.copy_engine import Copy
-from megatron_untied.streaming.host import HostHeadMajor, HostRows
+from megatron_untied.streaming.host import HostHeadMajor, HostLogSumExps, HostRows
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.streaming.host_sums import HostSums
 from megatron_untied.streaming.tiles import Tile
@@ -66,7 +66,11 @@ class LayerStash:
     layer: nn.Module
     index: int
     x: Rows | None = None
-    attention: tuple[HeadMajor, LogSumExps] | None = None
+    attention: "Attention | None" = None
+
+
+Attention = tuple[HeadMajor, LogSumExps | HostLogSumExps]
+"""O of one layer and its log-sum-exps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +134,13 @@ class Stash:
         if is_kept:
             return DeviceHeadMajor(like.new_empty(shape.numel), shape)
         return self._shared("out", shape, like)
+
+    def log_sum_exps(
+        self, index: int, lse: LogSumExps, *, is_kept: bool
+    ) -> LogSumExps | HostLogSumExps:
+        """Where those of layer ``index`` wait for its backward."""
+        on_host = is_kept and index < self.host_layers
+        return HostLogSumExps(lse, self.arena) if on_host else lse
 
     def d_out(self, shape: HeadMajorShape, like: Tensor) -> HeadMajor:
         """Slots for the gradient of the attention output."""

@@ -33,7 +33,8 @@ class MegatronSharding:
         config: RunConfig,
         groups: ProcessGroupCollection,
     ):
-        bare_model = model_provider(config, groups).to(device.current_device())
+        with device.current_device():
+            bare_model = model_provider(config, groups)
         initialize_weights(bare_model, config.model, config.seed, groups.tp)
         self.layouts = parameter_layouts(
             bare_model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
@@ -60,9 +61,13 @@ class MegatronSharding:
         """Gradients are reduced once a step, in its last backward."""
         return self.model.no_sync()
 
+    def finish_gradients(self) -> None:
+        """Sum what tensor-parallel ranks have of one gradient; wait for all reductions."""
+        finalize_model_grads([self.model], pg_collection=self._groups)
+
     def step(self) -> tuple[bool, float]:
         """See :class:`Sharding`."""
-        finalize_model_grads([self.model], pg_collection=self._groups)
+        self.finish_gradients()
         updated, norm, _ = self.optimizer.step()
         return updated, norm
 

@@ -1,0 +1,158 @@
+r"""The memory tables in benchmarks/results: one trace for each model, length and setting.
+
+Every trace is `memory_trace.py` in a process of its own, and its numbers stay in a file, so an
+interrupted run goes on where it was. On two cores all of it takes about an hour.
+
+    python benchmarks/memory_table.py --folder runs/memory --jobs 2
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.progress import track
+
+HERE = Path(__file__).parent
+GIB, MI = 2**30, 2**20
+LENGTHS = {"128K": MI // 8, "512K": MI // 2} | {f"{m}M": m * MI for m in (1, 2, 3, 4, 5, 8, 10)}
+ALWAYS = (
+    "--micro-batch-size 1 --bf16 --use-torch-fsdp2 --no-cp-overlap --loss-chunk-size 8192 "
+    "--sequence-tile-size {tile} --cpu-offloading-num-layers {layers} --seq-length {tokens} "
+)
+SETTINGS = {
+    "one exchange, full": "--cp-heads-per-chunk all --recompute-granularity full",
+    "untied, full": "--cp-heads-per-chunk 8 --recompute-granularity full",
+    "untied, selective": "--cp-heads-per-chunk 8 --recompute-granularity selective",
+    "untied, selective, parked": "--cp-heads-per-chunk 8 --recompute-granularity selective "
+    "--park-during-attention",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model and the ranks that train it."""
+
+    title: str
+    model: str
+    layers: int
+    world_size: int
+    parallel: str
+
+    def residual_bytes(self, tokens: int) -> int:
+        """H: of one bf16 residual on one rank."""
+        hidden = {"llama3-8b": 4096, "qwen3-32b": 5120}[self.model]
+        return tokens // self.world_size * hidden * 2
+
+
+SUBJECTS = (
+    Subject("Llama3-8B, 8 ranks", "llama3-8b", 32, 8, "--context-parallel-size 8"),
+    Subject(
+        "Qwen3-32B, 16 ranks: 8 exchange heads, in a ring of 2",
+        "qwen3-32b",
+        64,
+        16,
+        "--context-parallel-size 16 --cp-comm-type a2a+p2p "
+        "--hierarchical-context-parallel-sizes 8 2",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of a table."""
+
+    subject: Subject
+    length: str
+    setting: str
+
+    @property
+    def flags(self) -> str:
+        """Those of memory_trace.py."""
+        tokens = LENGTHS[self.length]
+        always = ALWAYS.format(
+            layers=self.subject.layers,
+            tokens=tokens,
+            # A larger tile is traced faster; at such lengths no peak is in a tile.
+            tile=8192 if tokens <= MI else 16384,
+        )
+        return " ".join(
+            [
+                f"--world-size {self.subject.world_size} --model {self.subject.model}",
+                always + self.subject.parallel,
+                SETTINGS[self.setting],
+            ]
+        )
+
+    def numbers(self, folder: Path) -> dict:
+        """Traced now, or before."""
+        name = f"{self.subject.model}_{self.length}_{self.setting.replace(', ', '_')}.json"
+        file = folder / name.replace(" ", "-")
+        if not file.exists():
+            command = [sys.executable, str(HERE / "memory_trace.py"), "--json", str(file)]
+            subprocess.run(command + shlex.split(self.flags), check=True, stdout=subprocess.DEVNULL)
+        return json.loads(file.read_text())
+
+
+def rows(subject: Subject, found: dict[Case, dict]) -> Iterator[str]:
+    """The lines of one model's table."""
+    yield "| tokens | setting | device peak, GiB | in H | in phase | host, GiB a rank | " + (
+        "attention forward calls a layer | attention FLOPs | exchanged a layer, H |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for case, x in found.items():
+        if case.subject is not subject:
+            continue
+        h = subject.residual_bytes(LENGTHS[case.length])
+        cells = [
+            case.length,
+            case.setting,
+            f"{x['peak_device_bytes'] / GIB:.2f}",
+            f"{(x['peak_device_bytes'] - x['model_state_bytes']) / h:.2f}",
+            x["peak_phase"],
+            f"{x['host_bytes'] / GIB:.1f}",
+            f"{x['attention_forward_calls_per_layer']:g}",
+            f"{x['attention_flops']:.3e}",
+            f"{x['exchange_bytes_per_layer'] / h:.2f}",
+        ]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def report(found: dict[Case, dict]) -> str:
+    """All tables, in Markdown."""
+    lines = ["# Memory of a training step, traced", ""]
+    lines += [(HERE / "results/memory_preface.md").read_text().rstrip(), ""]
+    for subject in SUBJECTS:
+        lines += [f"## {subject.title}", "", *rows(subject, found), ""]
+    lines += ["## Flags", "", "Of every line, for Llama3-8B at 5M:", "", "```"]
+    for setting in SETTINGS:
+        case = Case(SUBJECTS[0], "5M", setting)
+        lines.append(f"python benchmarks/memory_trace.py {case.flags}")
+    return "\n".join([*lines, "```", ""])
+
+
+def main() -> None:
+    """Trace what is missing and write the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="where traces are kept")
+    parser.add_argument("--jobs", type=int, default=1, help="traces at a time (1)")
+    parser.add_argument("--out", type=Path, default=HERE / "results/memory.md")
+    own = parser.parse_args()
+    own.folder.mkdir(parents=True, exist_ok=True)
+    cases = [Case(s, length, each) for s in SUBJECTS for length in LENGTHS for each in SETTINGS]
+    with ThreadPoolExecutor(own.jobs) as executor:
+        numbers = executor.map(lambda case: case.numbers(own.folder), cases)
+        found = dict(zip(cases, track(numbers, "tracing", len(cases)), strict=True))
+    own.out.write_text(report(found))
+    print(f"wrote {own.out}")
+
+
+if __name__ == "__main__":
+    main()

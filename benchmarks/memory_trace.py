@@ -1,0 +1,109 @@
+r"""What one training step takes of one rank's GPU and host memory, counted on any machine.
+
+Runs the real step (model, loss, sharding, stash, optimizer) at full size on tensors that have no
+memory, with attention kernels and collectives that allocate what the real ones do and no more.
+Takes the flags of pretrain_gpt.py; --micro-batch-size, --lr and data need not be given.
+
+    python benchmarks/memory_trace.py --world-size 8 --model llama3-8b --seq-length 5242880 \
+        --context-parallel-size 8 --cp-heads-per-chunk 8 --no-cp-overlap --bf16 \
+        --use-torch-fsdp2 --recompute-granularity selective --cpu-offloading-num-layers 32 \
+        --sequence-tile-size 8192 --loss-chunk-size 8192
+
+Not counted: what the allocator adds to a request, and what CUDA, NCCL and cuBLAS take for
+themselves; 4 GiB are a fair reserve.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_untied.tracing.step import StepTrace, trace_step
+from megatron_untied.training.arguments import parse_arguments
+from megatron_untied.training.initialize import errors_in_one_line
+
+GIB = 2**30
+
+UNSAID = {
+    "--micro-batch-size": ["1"],
+    "--train-iters": ["1"],
+    "--lr": ["1e-4"],
+    "--tokenizer-type": ["NullTokenizer"],
+}
+"""Flags of a training run that say nothing about its memory."""
+
+
+def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """This tool's flags, and those of the run with what it need not say."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to trace (0)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers here")
+    own, flags = parser.parse_known_args(argv)
+    if own.rank not in range(own.world_size):
+        parser.error(f"--rank {own.rank} is not below --world-size {own.world_size}")
+    for name, value in UNSAID.items():
+        if name not in flags:
+            flags += [name, *value]
+    if "--data-path" not in flags and "--mock-data" not in flags:
+        flags.append("--mock-data")
+    return own, flags
+
+
+def as_json(trace: StepTrace) -> dict[str, object]:
+    """The numbers by name; bytes."""
+    return {
+        "peak_device_bytes": trace.peak.num_bytes,
+        "peak_phase": trace.peak_phase,
+        "live_at_peak": trace.peak.by_cause,
+        "peak_by_phase": {name: peak.num_bytes for name, peak in trace.peak_by_phase.items()},
+        "model_state_bytes": trace.model_state_bytes,
+        "host_bytes": trace.host_bytes,
+        "attention_forward_calls_per_layer": trace.attention_forward_calls_per_layer,
+        "attention_flops": trace.attention_flops,
+        "exchange_bytes_per_layer": trace.exchange_bytes_per_layer,
+    }
+
+
+def print_trace(trace: StepTrace, console: Console) -> None:
+    """Two tables: the phases of a step, and what was alive at its highest moment."""
+    phases = Table("phase", "highest, GiB", title="Device memory by phase")
+    for name, peak in trace.peak_by_phase.items():
+        style = "bold" if name == trace.peak_phase else ""
+        phases.add_row(name, f"{peak.num_bytes / GIB:.2f}", style=style)
+    causes = Table("GiB", "allocated by", title=f"Alive at the peak, in {trace.peak_phase}")
+    for cause, num_bytes in trace.peak.by_cause.items():
+        if num_bytes >= trace.peak.num_bytes / 1000:
+            causes.add_row(f"{num_bytes / GIB:.2f}", cause)
+    console.print(phases, causes)
+    console.print(
+        f"device peak {trace.peak.num_bytes / GIB:.2f} GiB, between steps "
+        f"{trace.model_state_bytes / GIB:.2f}; host {trace.host_bytes / GIB:.2f} GiB a rank\n"
+        f"a layer: attention forward {trace.attention_forward_calls_per_layer:g} times a step, "
+        f"{trace.exchange_bytes_per_layer / GIB:.2f} GiB exchanged; attention "
+        f"{trace.attention_flops:.4g} FLOPs a step"
+    )
+
+
+def main() -> None:
+    """Trace one step and say what it takes."""
+    own, flags = parse_own(sys.argv[1:])
+    with errors_in_one_line():
+        config = parse_arguments(flags, world_size=own.world_size)
+    console, began = Console(), time.perf_counter()
+    with console.status("tracing a step"):
+        trace = trace_step(config, world_size=own.world_size, rank=own.rank)
+    print_trace(trace, console)
+    console.print(f"traced in {time.perf_counter() - began:.0f} s")
+    if own.json:
+        own.json.write_text(json.dumps(as_json(trace), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What megatron-core does that ranks without numbers and without each other cannot."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megatron_untied.training.optimizer import MegatronSharding
+from megatron_untied.training.sharding import Sharding
+
+
+@contextlib.contextmanager
+def ranks_like_this_one() -> Iterator[None]:
+    """Others are asked for objects (parameter groups): every one has what this rank has.
+
+    megatron-core's generators of random numbers are replaced by its own ones that draw nothing,
+    and its coalesced collectives by single ones.
+    """
+
+    def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
+        objects[:] = [mine] * len(objects)
+
+    model_parallel_cuda_manual_seed(0, inference_rng_tracker=True, force_reset_rng=True)
+    with (
+        patch.object(dist, "all_gather_object", all_gather_object),
+        patch.object(
+            param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext()
+        ),
+    ):
+        yield
+
+
+def update(sharding: Sharding) -> None:
+    """The optimizer's step; megatron-core's without the norm, which it takes to the host."""
+    if not isinstance(sharding, MegatronSharding):
+        sharding.step()
+        return
+    for group in sharding.param_groups:
+        group["fused"] = True  # as transformer-engine's and apex', which it has on GPUs
+    sharding.finish_gradients()
+    sharding.optimizer.prepare_grads()
+    sharding.optimizer.step_with_ready_grads()

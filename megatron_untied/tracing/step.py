@@ -1,0 +1,166 @@
+"""One training step of one rank on tensors that have no memory, and what it would take."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_untied.context_parallel.kernels.traced import TracedFlashAttention3
+from megatron_untied.model import UntiedGPTModel, build_model
+from megatron_untied.platform.device import current_device
+from megatron_untied.streaming.host_arena import HostArena
+from megatron_untied.tracing.fast_fakes import FastFakes
+from megatron_untied.tracing.live_bytes import LiveBytes, Peak
+from megatron_untied.tracing.stand_ins import ranks_like_this_one, update
+from megatron_untied.training.batch import Batch
+from megatron_untied.training.config import RunConfig
+from megatron_untied.training.initialize import make_groups
+from megatron_untied.training.learner import Learner, build_learner
+from megatron_untied.training.step import forward_backward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTrace:
+    """What a step takes of one rank. Bytes are of tensors; see :mod:`.live_bytes`."""
+
+    peak_by_phase: dict[str, Peak]
+    """By :data:`.call_stack.PHASES`."""
+    peak_phase: str
+    model_state_bytes: int
+    """Alive on the device between steps."""
+    host_bytes: int
+    """Of what layers keep there, and of what the optimizer does."""
+    attention_forward_calls_per_layer: float
+    """How often a layer's attention is computed in a forward and backward: 1 if it is kept."""
+    attention_flops: int
+    """Of the kernels of all layers, forward and backward; a multiply and an add are two."""
+    exchange_bytes_per_layer: int
+    """What attention sends in a forward and backward, to other ranks and to this one itself."""
+
+    @property
+    def peak(self) -> Peak:
+        """The highest moment of the step."""
+        return self.peak_by_phase[self.peak_phase]
+
+
+class StepTracer:
+    """One step of a rank's share of a run, on fake tensors, and what counts in it."""
+
+    def __init__(self, config: RunConfig, *, fake: bool = True):
+        """``fake`` False: with real tensors, to check what a trace says."""
+        self.config, self.kernel = config, TracedFlashAttention3()
+        self.calls_in_forward = 0
+        if fake:
+            self.mode, self.arena = FakeTensorMode(), HostArena.for_tracing()
+            self.live = LiveBytes(FastFakes(self.mode))
+        else:
+            self.mode, self.live = contextlib.nullcontext(), LiveBytes()
+            self.arena = HostArena.for_device(current_device())
+
+    def run(self, groups: ProcessGroupCollection) -> StepTrace:
+        """Build the learner and do one step."""
+        with self.mode, self.live:
+            learner = build_learner(self._build_model, self.config, groups)
+            if self.config.optimization.optimizer_cpu_offload:
+                self._keep_on_host(learner)
+            model_state_bytes = self.live.num_bytes
+            batches = _batches(self.config, groups)
+            learner.sharding.zero_grad()
+            tokens = self.config.batch.tokens
+            forward_backward(learner.sharding, batches, tokens, self._forward_step)
+            update(learner.sharding)
+        return self._result(learner.model, model_state_bytes)
+
+    def _build_model(self, config: RunConfig, groups: ProcessGroupCollection) -> UntiedGPTModel:
+        return build_model(
+            config.model,
+            config.parallel,
+            config.memory,
+            config.precision,
+            groups,
+            kernel=self.kernel,
+            arena=self.arena,
+        )
+
+    def _keep_on_host(self, learner: Learner) -> None:
+        """Rows, moments and gradients are where the optimizer is: in a trace both are the CPU."""
+        for shard in learner.state.shards.shards(with_moments=True):
+            for tensor in (shard.value, *shard.moments.values()):
+                self.live.move_to_host(tensor)
+        for state in learner.sharding.adam.state.values():
+            self.live.move_to_host(state["step"])
+        for parameter in learner.model.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: self.live.move_to_host(p.grad.to_local())
+            )
+
+    def _forward_step(self, model: nn.Module, batch: Batch, token_weights: Tensor) -> Tensor:
+        before = self.kernel.counter.forward_calls
+        loss = model(batch.tokens, labels=batch.labels, token_weights=token_weights)
+        self.calls_in_forward += self.kernel.counter.forward_calls - before
+        return loss
+
+    def _result(self, model: nn.Module, model_state_bytes: int) -> StepTrace:
+        counter = self.kernel.counter
+        return StepTrace(
+            peak_by_phase=self.live.peaks,
+            peak_phase=self.live.peak_phase,
+            model_state_bytes=model_state_bytes,
+            host_bytes=self.arena.reserved_bytes + self.live.host_bytes,
+            attention_forward_calls_per_layer=counter.forward_calls / self.calls_in_forward,
+            attention_flops=counter.flops,
+            exchange_bytes_per_layer=_sent_bytes(model) // self.config.model.num_layers,
+        )
+
+
+def trace_step(config: RunConfig, *, world_size: int, rank: int = 0) -> StepTrace:
+    """Run the step that ``config`` describes as ``rank`` of ``world_size``, without memory.
+
+    Everything of it is real but kernels and collectives, which only allocate. Makes and destroys
+    the process groups of this process, and one process can trace once: megatron-core keeps some
+    tensors in module state.
+    """
+    with _fake_groups(config, world_size, rank) as groups:
+        return StepTracer(config).run(groups)
+
+
+@contextlib.contextmanager
+def _fake_groups(config: RunConfig, world_size: int, rank: int) -> Iterator[ProcessGroupCollection]:
+    """The groups of a rank whose collectives return at once, having done nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        groups = make_groups(config.parallel, config.distributed)
+        with ranks_like_this_one():
+            yield groups
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _batches(config: RunConfig, groups: ProcessGroupCollection) -> list[Batch]:
+    """This rank's micro-batches of one step."""
+    batch = config.batch
+    shape = batch.micro_batch_size, batch.seq_length // groups.cp.size()
+    return [
+        Batch(
+            tokens=torch.zeros(shape, dtype=torch.int64),
+            labels=torch.zeros(shape, dtype=torch.int64),
+            loss_mask=torch.ones(shape, dtype=torch.float32),
+        )
+        for _ in range(batch.num_micro_batches(groups.dp.size()))
+    ]
+
+
+def _sent_bytes(model: nn.Module) -> int:
+    """Of all layers' exchanges, and of the ring that they share."""
+    attention = [module for module in model.modules() if hasattr(module, "ulysses")]
+    ring = attention[0].parts.ring
+    sent = sum(module.ulysses.exchange.counter.sent_bytes for module in attention)
+    return sent + (ring.counter.sent_bytes if ring is not None else 0)

@@ -1,0 +1,120 @@
+"""Bytes counted by hand, over real and over fake tensors."""
+
+import contextlib
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_untied.tracing.fast_fakes import FastFakes
+from megatron_untied.tracing.live_bytes import LiveBytes
+
+MIB = 2**20
+
+
+def modes(kind):
+    """The mode in which tensors are made, and the count of them."""
+    if kind == "real":
+        return contextlib.nullcontext(), LiveBytes()
+    mode = FakeTensorMode()
+    return mode, LiveBytes(FastFakes(mode) if kind == "fast" else None)
+
+
+@pytest.fixture(params=["real", "fake", "fast"])
+def live(request):
+    mode, live = modes(request.param)
+    with mode, live:
+        yield live
+
+
+def mebibytes(n, **options):
+    return torch.empty(n * MIB // 4, **options)
+
+
+def test_memory_counts_as_long_as_anything_holds_it(live):
+    x = mebibytes(3)
+    view = x[5:]
+    del x
+    assert live.num_bytes == 3 * MIB
+    del view
+    assert live.num_bytes == 0
+    assert live.peaks["set-up"].num_bytes == 3 * MIB
+
+
+def test_views_and_writes_in_place_take_nothing(live):
+    x = mebibytes(1)
+    x.view(2, -1).t().add_(1).copy_(x.view(2, -1).t())
+    x[: len(x) // 2].mul_(x[len(x) // 2 :])
+    torch.unbind(x.view(4, -1))
+    torch.mul(x, x, out=x)
+    assert live.peaks["set-up"].num_bytes == MIB
+
+
+def test_a_result_counts_once_however_often_it_was_seen(live):
+    x = mebibytes(1)
+    for _ in range(3):
+        y = x + 1
+        z = y.to(torch.bfloat16)
+    assert live.num_bytes == 2 * MIB + MIB // 2
+    assert live.peaks["set-up"].num_bytes == 3 * MIB + MIB // 2  # y's successor beside y and z
+    del y, z
+
+
+def test_results_that_alias_an_argument_are_no_new_memory(live):
+    x = mebibytes(1)
+    for _ in range(2):
+        y = torch.ops.aten._unsafe_view(x, [4, len(x) // 4])
+        assert y.untyped_storage()._cdata == x.untyped_storage()._cdata
+        same = x.to(torch.float32)
+        assert same is x
+    assert live.num_bytes == MIB
+
+
+def test_several_results_and_none_among_them(live):
+    x, weight = torch.empty(256, 1024), torch.empty(1024)
+    for _ in range(2):
+        y, mean, scale = torch.ops.aten.native_layer_norm(x, [1024], weight, None, 1e-5)
+    assert (y.shape, mean.shape, scale.shape) == (x.shape, (256, 1), (256, 1))
+    assert live.num_bytes == 4 * (2 * 256 * 1024 + 1024 + 2 * 256)
+
+
+def test_a_resized_storage_counts_at_its_size(live):
+    x = mebibytes(2)
+    x.untyped_storage().resize_(0)
+    assert live.num_bytes == 0
+    y = mebibytes(1)
+    x.untyped_storage().resize_(2 * MIB)
+    assert live.num_bytes == 3 * MIB
+    del x, y
+    assert live.num_bytes == 0
+
+
+def test_what_autograd_keeps_counts_until_backward(live):
+    x = mebibytes(1).requires_grad_()
+    y = (x * 2).exp().sum()
+    held = live.num_bytes
+    y.backward()
+    del y
+    assert held == 2 * MIB + 4  # x, what exp gave, and the sum
+    assert live.num_bytes == 2 * MIB  # x and its gradient
+    x.grad = None
+
+
+def test_memory_can_be_the_hosts(live):
+    x = mebibytes(1)
+    live.move_to_host(x)
+    assert (live.num_bytes, live.host_bytes) == (0, MIB)
+    x.add_(1)
+    assert live.num_bytes == 0
+    host = torch.empty(MIB, dtype=torch.uint8, device="meta")
+    assert live.num_bytes == 0
+    del x, host
+
+
+def test_the_cause_of_a_peak_is_named():
+    from megatron_untied.context_parallel.workspace import Workspace
+
+    with LiveBytes() as live:
+        buffer = Workspace().take("q", MIB // 4, like=torch.empty(0))
+    assert live.peaks["set-up"].by_cause == {"workspace: q": MIB}
+    del buffer

@@ -60,7 +60,7 @@ BATCH_ARGS=(
     --min-lr 2e-4
     --lr-decay-style cosine
     --lr-warmup-iters 10
-    --train-iters $ITERATIONS
+    --lr-decay-iters $ITERATIONS
     --weight-decay 0.1
     --adam-beta2 0.95
 )
@@ -89,9 +89,9 @@ train() {
 
 echo "== training"
 rm -rf "$OUT/checkpoints" "$OUT/metrics.jsonl" "$OUT/tensorboard"
-train --exit-interval $STOP_AFTER "$@"
+train --train-iters $STOP_AFTER "$@"
 echo "== resuming from the checkpoint"
-train --load "$OUT/checkpoints" "$@"
+train --train-iters $ITERATIONS --load "$OUT/checkpoints" "$@"
 
 echo "== result"
 python - "$OUT" <<'PYTHON'

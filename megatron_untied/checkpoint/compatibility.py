@@ -1,9 +1,11 @@
 """Whether a checkpoint can become this run's state, decided before anything is read into it."""
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
@@ -24,9 +26,36 @@ STRUCTURE = {
     "add_qkv_bias": "--add-qkv-bias",
     "qk_layernorm": "--qk-layernorm",
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
+    "norm_epsilon": "--norm-epsilon",
+    "rotary.percent": "--rotary-percent",
 }
 """Fields of ModelConfig that fix what the numbers of a checkpoint mean, and what sets them. Equal
 shapes do not suffice: 8 heads of 16 and 4 of 32 have the same."""
+
+CHANGEABLE = {
+    "max_position_embeddings": "--max-position-embeddings",
+    "window_size": "--window-size",
+    "rotary.base": "--rotary-base",
+    "rotary.scaling": "scaling of the rotary embedding",
+    "rotary.scaling_factor": "its stretch",
+    "rotary.original_max_positions": "its original context",
+    "rotary.low_freq_factor": "its low_freq_factor",
+    "rotary.high_freq_factor": "its high_freq_factor",
+    "rotary.beta_fast": "--yarn-beta-fast",
+    "rotary.beta_slow": "--yarn-beta-slow",
+    "rotary.attention_factor": "--yarn-mscale",
+    "rotary.truncate": "--no-yarn-correction-range-round-to-int",
+}
+"""Fields that change the function too, but that one changes to go on at a longer context."""
+
+OF_SCALING = {
+    "none": (),
+    "linear": ("scaling_factor",),
+    "llama3": ("scaling_factor", "original_max_positions", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("scaling_factor", "original_max_positions", "beta_fast", "beta_slow",
+             "attention_factor", "truncate"),
+}  # fmt: skip
+"""What each kind of rotary scaling reads; the other fields change nothing."""
 
 SHOWN = 3
 
@@ -76,22 +105,50 @@ class TensorFiles:
             raise ValueError(f"{self.folder} does not fit this model: {_some(problems)}")
 
 
-def require_same_structure(folder: Path, stored: ModelConfig, here: ModelConfig) -> None:
+def require_same_structure(
+    folder: Path, stored: ModelConfig, here: ModelConfig, *, use_checkpoint_args: bool = False
+) -> None:
     """Check that the checkpoint is of this architecture.
 
     Raises:
         ValueError: with the settings that differ and both values.
     """
-    differing = [name for name in STRUCTURE if getattr(stored, name) != getattr(here, name)]
-    if differing:
-        listed = (
-            f"{STRUCTURE[name]}: {getattr(stored, name)}, here {getattr(here, name)}"
-            for name in differing
-        )
-        raise ValueError(
-            f"{folder} is of another model: {'; '.join(listed)}. "
-            "Give its settings, or --use-checkpoint-args to take them from it."
-        )
+    if differing := list(_differing(STRUCTURE, stored, here)):
+        advice = "Give its settings, or --use-checkpoint-args to take them from it."
+        if use_checkpoint_args:
+            advice = "Leave these flags out: --use-checkpoint-args takes them from it."
+        raise ValueError(f"{folder} is of another model: {'; '.join(differing)}. {advice}")
+
+
+def changed_settings(stored: ModelConfig, here: ModelConfig) -> list[str]:
+    """What makes the same weights another function, as it may be meant: a setting, both values.
+
+    Fewer positions than before are no change: nothing reads them.
+    """
+    kinds = stored.rotary.scaling, here.rotary.scaling
+    scaling = dict.fromkeys(f"rotary.{name}" for kind in kinds for name in OF_SCALING[kind])
+    fields = ["window_size", "rotary.base", "rotary.scaling", *scaling]
+    if here.max_position_embeddings > stored.max_position_embeddings:
+        fields.append("max_position_embeddings")
+    return list(_differing({field: CHANGEABLE[field] for field in fields}, stored, here))
+
+
+def name_of_setting(field: str) -> str:
+    """What sets a field of ModelConfig such as ``rotary.base``."""
+    return (STRUCTURE | CHANGEABLE).get(field) or "--" + field.replace("_", "-")
+
+
+def _differing(fields: Mapping[str, str], stored: ModelConfig, here: ModelConfig) -> Iterator[str]:
+    for field, name in fields.items():
+        before, now = (operator.attrgetter(field)(model) for model in (stored, here))
+        if before != now:
+            yield f"{name}: {_shown(field, before)}, here {_shown(field, now)}"
+
+
+def _shown(field: str, value: Any) -> Any:
+    if field != "window_size":
+        return value
+    return "unlimited" if value is None else f"{value - 1},0"  # as the flag counts
 
 
 def require_same_schedule(folder: Path, stored: Mapping, here: Mapping) -> None:

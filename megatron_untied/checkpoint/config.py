@@ -21,5 +21,7 @@ class CheckpointConfig:
     load_optim: bool = True
     """Take Adam's moments and step and the learning rate schedule."""
     load_rng: bool = True
+    use_checkpoint_args: bool = False
+    """The architecture was read from ``load``, but for flags that were given all the same."""
     exit_on_missing_checkpoint: bool = False
     """Stop when ``load`` holds no checkpoint, instead of starting from random weights."""

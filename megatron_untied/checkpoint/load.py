@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_untied.checkpoint.agreement import on_every_rank, same_on_every_rank
 from megatron_untied.checkpoint.compatibility import (
     TensorFiles,
+    changed_settings,
     damaged,
     require_same_schedule,
     require_same_structure,
@@ -82,7 +83,8 @@ def _find(config: CheckpointConfig) -> Path | None:
 def _check(
     folder: Path, config: CheckpointConfig, state: TrainingState, with_optimizer: bool
 ) -> StoredState:
-    require_same_structure(folder, model_config_of(folder), state.model_config)
+    before, here = model_config_of(folder), state.model_config
+    require_same_structure(folder, before, here, use_checkpoint_args=config.use_checkpoint_args)
     stored = StoredState.read(folder)
     if with_optimizer and stored.optimizer_step is None:
         raise ValueError(f"{folder} has weights only; give --finetune or --no-load-optim")
@@ -95,6 +97,9 @@ def _check(
     }
     files = TensorFiles.open(folder)
     files.require(expected, allow_more=None if with_optimizer else "optimizer.")
+    changed = changed_settings(before, here)
+    if changed and dist.get_rank() == 0:
+        logger.warning("%s becomes another function of its input: %s", folder, "; ".join(changed))
     if config.load_rng and stored.ranks == RankLayout.of(state.groups):
         read_random_state(folder, dist.get_rank())
     return stored

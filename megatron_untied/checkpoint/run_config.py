@@ -1,6 +1,7 @@
 """The run's configuration beside its weights: JSON for people and ``--use-checkpoint-args``."""
 
 import dataclasses
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def model_config_of(folder: Path) -> ModelConfig:
     """The architecture of one checkpoint.
 
     Raises:
-        ValueError: its ``run_config.json`` is missing or holds fields that do not exist here.
+        ValueError: its ``run_config.json`` is missing, or holds fields or values that cannot be.
     """
     path = folder / RUN_CONFIG
     values = read_json(path).get("model", {})
@@ -48,7 +49,25 @@ def _from_json(config: type, values: dict[str, Any], path: Path) -> Any:
     unknown, missing = sorted(values.keys() - known), sorted(required - values.keys())
     if unknown or missing:
         raise ValueError(f"{path}: {config.__name__} has unknown {unknown}, missing {missing}")
+    for name, kind in typing.get_type_hints(config).items():
+        if name in values and not _is_a(values[name], kind):
+            wanted = getattr(kind, "__name__", str(kind)).removeprefix("typing.")
+            raise ValueError(
+                f"{path}: {name} is {values[name]!r}, which is no {wanted}; choose another "
+                "checkpoint with --ckpt-step"
+            )
     return config(**values)
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a JSON value can be in a field annotated with ``kind``."""
+    if typing.get_origin(kind) is typing.Literal:
+        return value in typing.get_args(kind)
+    if typing.get_args(kind):
+        return any(_is_a(value, each) for each in typing.get_args(kind))
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def _has_no_default(field: dataclasses.Field) -> bool:

@@ -35,6 +35,7 @@ from megatron_untied.context_parallel.kernels import AttentionKernel, Mask, Segm
 from megatron_untied.context_parallel.key_value_gradients import GradientTarget
 from megatron_untied.context_parallel.layout import ring_blocks
 from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.step_progress import StepProgress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +114,15 @@ class RingAttention:
         *,
         documents: tuple[Segments, ...] | None,
         scale: float,
+        progress: StepProgress | None = None,
     ):
-        """``documents`` of each sample, over the whole sequence; None is one for each."""
+        """``documents`` of each sample, over the whole sequence; None is one for each.
+
+        ``progress`` is told of every step of the ring; None is nobody.
+        """
         self.kernel, self.ring, self.workspace = kernel, ring, workspace
         self.documents, self.scale = documents, scale
+        self.progress = progress or StepProgress()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Tensor:
         """See :class:`.untied.Attend`."""
@@ -127,6 +133,7 @@ class RingAttention:
             lse = self.kernel.forward(
                 q[rows], its_k, its_v, out=out[rows], mask=mask, scale=self.scale
             )
+            self.progress.called()
             merge(total[rows], total_lse[..., rows], out[rows], lse)
         out.copy_(total)
         return total_lse
@@ -153,6 +160,7 @@ class RingAttention:
             reads = d_out[rows], q[rows], its_k, its_v, out[rows], lse[..., rows]
             writes = {"dq": dq[rows], "dk": dk, "dv": dv}
             self.kernel.backward(*reads, **writes, mask=mask, scale=self.scale)
+            self.progress.called()
             total[rows].add_(dq[rows])
             returning.finish(target)
             if step.index == 0:

@@ -1,6 +1,6 @@
 """The megatron-core module for the ``self_attention`` slot of the standard transformer layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -25,6 +25,7 @@ from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.untied import Attend, UntiedUlysses
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.rope import RotaryTable, rotate_
+from megatron_untied.step_progress import StepProgress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,8 @@ class AttentionParts:
     rotary: RotaryTable | None
     """None where each sequence brings what it is rotated by."""
     workspace: Workspace
+    progress: StepProgress = field(default_factory=StepProgress)
+    """Is told how far attention is."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.ring is not None:
@@ -94,17 +97,19 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         )
         self.parts = parts
         num_ulysses = parts.ulysses.size() if parts.ulysses else 1
+        schedule = head_schedule(
+            self.num_attention_heads_per_partition,
+            self.num_query_groups_per_partition,
+            num_ulysses,
+            parts.heads_per_chunk,
+            overlap=parts.overlap and num_ulysses > 1,
+        )
         self.ulysses = UntiedUlysses(
-            head_schedule(
-                self.num_attention_heads_per_partition,
-                self.num_query_groups_per_partition,
-                num_ulysses,
-                parts.heads_per_chunk,
-                overlap=parts.overlap and num_ulysses > 1,
-            ),
+            schedule,
             self.hidden_size_per_attention_head,
             parts.ulysses,
             parts.workspace,
+            parts.progress.of_layer(layer_number - 1, config.num_layers, len(schedule.chunks)),
         )
 
     def forward(
@@ -135,7 +140,12 @@ class UntiedUlyssesSelfAttention(SelfAttention):
             mask = Mask(window=parts.window, segments=documents)
             return LocalAttention(parts.kernel, mask, scale)
         return RingAttention(
-            parts.kernel, parts.ring, parts.workspace, documents=documents, scale=scale
+            parts.kernel,
+            parts.ring,
+            parts.workspace,
+            documents=documents,
+            scale=scale,
+            progress=parts.progress,
         )
 
 

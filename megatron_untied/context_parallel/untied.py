@@ -20,6 +20,7 @@ from megatron_untied.context_parallel.key_value_gradients import (
 )
 from megatron_untied.context_parallel.key_value_sums import MakeSums
 from megatron_untied.context_parallel.workspace import ChunkBuffers, Workspace
+from megatron_untied.step_progress import LayerProgress, StepProgress
 
 LogSumExps = list[list[Tensor]]
 """By chunk, then by kernel call: each [b, heads, s]."""
@@ -65,8 +66,11 @@ class UntiedUlysses:
         head_width: int,
         group: dist.ProcessGroup | None,
         workspace: Workspace,
+        progress: LayerProgress | None = None,
     ):
+        """``progress`` is told of every chunk; None is nobody."""
         self.schedule, self.head_width, self.workspace = schedule, head_width, workspace
+        self.progress = progress or StepProgress().of_layer(0, 1, len(schedule.chunks))
         self.exchange = HeadExchange(group)
         self.limit_in_flight = 1 if schedule.overlap else 0
 
@@ -76,6 +80,7 @@ class UntiedUlysses:
         chunks = self._loader(source, buffers, spare="o")
         sending = _Sending(self.exchange, buffers, self.limit_in_flight)
         for chunk in chunks:
+            self.progress.chunk("forward", chunk.index)
             turn = chunk.turn
             if self.exchange.size == 1:  # nothing will travel: attend into the slot itself
                 o = out.landing(chunk.index).view(-1, buffers.b, len(turn.query), buffers.d)
@@ -86,6 +91,7 @@ class UntiedUlysses:
                 columns = piece.query_columns
                 q, (k, v) = chunk.tensors["q"][:, :, columns], chunk.key_value(piece.kv)
                 lse[-1].append(attend.forward(q, k, v, out=o[:, :, columns]))
+            self.progress.attended()
             sending.send(o, out, chunk)
         sending.finish()
         return lse
@@ -118,6 +124,7 @@ class UntiedUlysses:
         # another call reads dO again, and not while the next dO arrives and this dQ leaves.
         over_d_out = not (attend.sums_gradients or self.schedule.overlap)
         for chunk in chunks:
+            self.progress.chunk("backward", chunk.index)
             turn = chunk.turn
             dq = chunk.tensors["do"]
             if not over_d_out:
@@ -130,6 +137,7 @@ class UntiedUlysses:
                 k, v = chunk.key_value(piece.kv)
                 target = gradients.target(piece.kv)
                 attend.backward(do, q, k, v, o, piece_lse, dq=dq_piece, target=target)
+            self.progress.attended()
             # This chunk's dO has arrived everywhere: its slot is free for dQ.
             sending.send(dq, grad, chunk)
             gradients.send_home(chunk, scratch=chunks.set_of("do", chunk.index))

@@ -1,8 +1,11 @@
 """Samples of training, validation and test, cut from packed documents by megatron-core."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.tokenizers import MegatronTokenizerBase
@@ -11,6 +14,7 @@ from torch.utils.data import Dataset
 
 from megatron_untied.data.blend import SPLIT_NAMES, Blend, check_split, parse_blend
 from megatron_untied.data.config import DataConfig
+from megatron_untied.data.epochs import sample_indices
 from megatron_untied.data.indexed_files import IndexedFiles, open_indexed_files
 
 
@@ -36,7 +40,7 @@ def build_datasets(
     Collective: all ranks must call it, the first one writes the sample indices that the others
     then read. Documents are shuffled by ``seed``, joined, cut into sequences of
     ``seq_length`` + 1 tokens overlapping by one, and the sequences shuffled; a split that is too
-    short is read again in another order.
+    short is read again in another order (:mod:`.epochs`). More samples begin with the same ones.
 
     Raises:
         FileNotFoundError: if token files are missing.
@@ -105,10 +109,12 @@ def _check_splits(
 class _PackedDocumentsConfig(GPTDatasetConfig):
     fingerprints: tuple[str, ...] = field(default=())
     """Of the token files: a key of cached indices, which must not outlive other files."""
+    order: str = "epochs"
+    """The way in which samples are shuffled, a key of cached indices too."""
 
 
 class PackedDocuments(GPTDataset):
-    """megatron-core's GPT samples with our fields, and indices that notice new token files.
+    """megatron-core's GPT samples with our fields, in our order (:mod:`.epochs`).
 
     The masks are made anew for every sample. GPTDataset's are cached with the first sample's
     padding in them, and its restart of positions costs one pass over the sequence a document.
@@ -116,7 +122,10 @@ class PackedDocuments(GPTDataset):
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
-        return [*GPTDataset._key_config_attributes(), "fingerprints"]
+        return [*GPTDataset._key_config_attributes(), "fingerprints", "order"]
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """``tokens``, ``labels``, ``positions`` int64 and ``loss_mask`` fp32, each [s]."""
@@ -132,6 +141,42 @@ class PackedDocuments(GPTDataset):
         if self.config.reset_position_ids:
             positions -= _document_starts(ends)
         return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """In place of megatron-core's: the first rank writes the files that the others map."""
+        folder = self._index_folder()
+        if folder is None:
+            return self._indices()
+        names = ("document_index", "sample_index", "shuffle_index")
+        start = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+        paths = [folder / f"{start}-{name}.npy" for name in names]
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        if is_first and not all(path.is_file() for path in paths):
+            folder.mkdir(parents=True, exist_ok=True)
+            for path, array in zip(paths, self._indices(), strict=True):
+                partial = path.with_suffix(".partial")
+                with partial.open("wb") as file:
+                    np.save(file, array)
+                partial.replace(path)
+        return tuple(np.load(path, mmap_mode="r") for path in paths)
+
+    def _indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        indices = sample_indices(
+            self.indices,
+            np.asarray(self.dataset.sequence_lengths),
+            seq_length=self.config.sequence_length,
+            num_samples=self.num_samples,
+            seed=self.config.random_seed,
+        )
+        return indices.document_index, indices.sample_index, indices.shuffle_index
+
+    def _index_folder(self) -> Path | None:
+        """Where the indices are kept; None where they are made anew every time."""
+        if self.config.path_to_cache:
+            return Path(self.config.path_to_cache)
+        if self.config.mock:
+            return None
+        return Path(self.dataset.path_prefix, "cache", f"{type(self).__name__}_indices")
 
 
 class _MockPackedDocuments(PackedDocuments, MockGPTDataset):

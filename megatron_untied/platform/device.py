@@ -24,10 +24,29 @@ def default_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
+def slow_flops_per_second() -> float:
+    """What a rank achieves at least, in 16-bit attention; for limits of how long work may take.
+
+    FlashAttention-2 on an A100; Hopper's kernels are two to three times as fast. A CPU's figure is
+    that of one slow core.
+    """
+    return 2e14 if torch.cuda.is_available() else 1e10
+
+
 def synchronize() -> None:
     """Wait until everything queued on this rank's device is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def record_event() -> torch.cuda.Event | None:
+    """An event behind everything queued so far on this rank's device; None: it is done already."""
+    # Asked at every chunk of heads: whether CUDA is available would be a call of its driver.
+    if not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def peak_device_bytes() -> int:

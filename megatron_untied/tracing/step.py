@@ -74,7 +74,7 @@ class StepTracer:
             batches = _batches(self.config, groups)
             learner.sharding.zero_grad()
             tokens = self.config.batch.tokens
-            forward_backward(learner.sharding, batches, tokens, self._forward_step)
+            forward_backward(learner, batches, tokens, self._forward_step)
             update(learner.sharding)
         return self._result(learner.model, model_state_bytes)
 

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn, TypeVar
@@ -30,6 +31,7 @@ from megatron_untied.training.config import (
     ScheduleConfig,
 )
 from megatron_untied.training.flags import FLAGS, NOT_YET
+from megatron_untied.training.flops import slow_step_seconds
 from megatron_untied.training.rotary_flags import replace_scaling, rotary_config
 from megatron_untied.training.validate import validate
 from megatron_untied.training.vocabulary_flags import model_vocab_size, tokenizer_vocab_size
@@ -86,13 +88,15 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
     parallel = _take(
         ParallelConfig, values, hierarchical_context_parallel_sizes=sizes and tuple(sizes)
     )
+    model, memory = _model(given, values, data), _take(MemoryConfig, values)
+    batch = _batch(values, parallel, world_size)
     config = RunConfig(
-        model=_model(given, values, data),
+        model=model,
         parallel=parallel,
-        memory=_take(MemoryConfig, values),
+        memory=memory,
         precision=_take(Precision, values),
         data=data,
-        batch=_batch(values, parallel, world_size),
+        batch=batch,
         optimization=_take(OptimizationConfig, values),
         schedule=_take(
             ScheduleConfig, values, lr_decay_iters=_or(values, "lr_decay_iters", "train_iters")
@@ -101,7 +105,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         evaluation=_take(EvaluationConfig, values),
         loop=_take(LoopConfig, values),
         logging=_logging(values),
-        distributed=_distributed(values),
+        distributed=_distributed(values, timeout_minutes(model, memory, batch, world_size)),
         attention_backend=values["attention_backend"],
         transformer_impl=values["transformer_impl"],
         seed=values["seed"],
@@ -210,14 +214,33 @@ def _logging(values: Values) -> LoggingConfig:
     return _take(LoggingConfig, values)
 
 
-def _distributed(values: Values) -> DistributedConfig:
+def timeout_minutes(
+    model: ModelConfig, memory: MemoryConfig, batch: BatchConfig, world_size: int
+) -> float:
+    """How long a collective may take unless told: a step on slow devices, at least 10 minutes.
+
+    A rank may wait for another through a whole step, and no longer.
+    """
+    seconds = slow_step_seconds(
+        model,
+        memory,
+        seq_length=batch.seq_length,
+        num_samples=batch.global_batch_size,
+        world_size=world_size,
+        flops_per_second=device.slow_flops_per_second(),
+    )
+    return max(10.0, float(math.ceil(seconds / 60)))
+
+
+def _distributed(values: Values, timeout: float) -> DistributedConfig:
     here = device.default_backend()
     backend = values["distributed_backend"] or here
     if backend == "nccl" != here:
         raise ValueError(
             "--distributed-backend nccl needs GPUs, and there are none here; gloo works"
         )
-    return DistributedConfig(backend=backend, timeout_minutes=values["distributed_timeout_minutes"])
+    given = values["distributed_timeout_minutes"]
+    return DistributedConfig(backend=backend, timeout_minutes=given or timeout)
 
 
 def _refuse(argv: Sequence[str]) -> None:

@@ -109,6 +109,8 @@ class LoggingConfig:
     tensorboard_dir: str | None = None
     wandb_project: str | None = None
     metrics_jsonl: str | None = None
+    heartbeat_seconds: float = 60.0
+    """Every so many seconds of a step a line says how far it is; 0 says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +118,8 @@ class DistributedConfig:
     """How ranks find and wait for each other."""
 
     backend: Literal["nccl", "gloo"]
-    timeout_minutes: int = 10
-    """A collective that takes longer ends the run."""
+    timeout_minutes: float = 10.0
+    """A collective that takes longer ends the run, and so does a rank that gets no further."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

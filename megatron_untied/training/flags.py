@@ -185,7 +185,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         switch("--use-distributed-optimizer", "spread optimizer states over dp x cp ranks"),
         switch("--use-torch-fsdp2", "spread weights, gradients and states over dp x cp ranks"),
         flag("--distributed-backend", choices=["nccl", "gloo"], help="nccl with GPUs, else gloo"),
-        flag("--distributed-timeout-minutes", count, 10, help="longest collective"),
+        flag(
+            "--distributed-timeout-minutes",
+            real(0.05),
+            help="longest collective (10, or the time of a step at 200 TFLOP/s a GPU if longer)",
+        ),
     ),
     "memory and precision": (
         switch("--optimizer-cpu-offload", "with --use-torch-fsdp2: what it spreads is on the host"),
@@ -289,6 +293,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--tensorboard-dir"),
         flag("--wandb-project"),
         flag("--metrics-jsonl", metavar="FILE", help="one JSON object a line: every iteration"),
+        flag(
+            "--heartbeat-seconds",
+            amount,
+            60.0,
+            metavar="S",
+            help="in a step longer than S seconds, say every S seconds how far it is; 0 never",
+        ),
     ),
 }
 
@@ -301,7 +312,6 @@ NOT_YET: dict[str, str] = {
     "--attention-backend unfused": "local is attention in matrix products",
     "--async-save": "checkpoints are written before training goes on",
     "--profile": "there is no profiler yet",
-    "--heartbeat-seconds": "there is no heartbeat yet",
     # Megatron's that people reach for and that the design leaves out or that wait for a reason.
     "--pipeline-model-parallel-size": "the design has no pipeline: tensor x context x data only",
     "--expert-model-parallel-size": "there are no mixture-of-experts layers",

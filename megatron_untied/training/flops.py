@@ -1,9 +1,11 @@
 """Floating-point operations of one optimizer step, by the model's mathematics alone.
 
-What a rank really computes may be more (recomputation, padded vocabulary) and is not counted.
+What a rank really computes may be more (recomputation, padded vocabulary) and is not counted, but
+in :func:`slow_step_seconds`, which says how long a step may take.
 """
 
-from megatron_untied.config import ModelConfig
+from megatron_untied.config import MemoryConfig, ModelConfig
+from megatron_untied.step_progress import COST
 
 
 def step_flops(model: ModelConfig, *, seq_length: int, num_samples: int) -> int:
@@ -14,6 +16,32 @@ def step_flops(model: ModelConfig, *, seq_length: int, num_samples: int) -> int:
     linear = seq_length * 2 * (model.num_layers * layer_weights(model) + output_weights(model))
     attention = model.num_layers * attention_flops(model, seq_length=seq_length)
     return 3 * num_samples * (linear + attention)
+
+
+def slow_step_seconds(
+    model: ModelConfig,
+    memory: MemoryConfig,
+    *,
+    seq_length: int,
+    num_samples: int,
+    world_size: int,
+    flops_per_second: float,
+) -> float:
+    """How long a step takes on ranks that compute no more than ``flops_per_second`` each.
+
+    Recomputed work counts; exchanges, which hide behind attention or are short beside it, do not.
+    """
+    forwards = 4 if memory.recompute_granularity else 3
+    linear = seq_length * 2 * (model.num_layers * layer_weights(model) + output_weights(model))
+    layer = attention_flops(model, seq_length=seq_length)
+    attention = model.num_layers * layer * attention_units(memory)
+    return num_samples * (forwards * linear + attention) / world_size / flops_per_second
+
+
+def attention_units(memory: MemoryConfig) -> float:
+    """Attention of a layer in a step, in forwards of it."""
+    again = COST["recompute"] if memory.recompute_granularity == "full" else 0.0
+    return COST["forward"] + again + COST["backward"]
 
 
 def attention_flops(model: ModelConfig, *, seq_length: int) -> int:

@@ -38,29 +38,30 @@ def read_launch() -> Launch:
     )
 
 
-def initialize(config: RunConfig, launch: Launch) -> ProcessGroupCollection:
+def initialize(
+    config: RunConfig, launch: Launch, store: dist.Store | None = None
+) -> ProcessGroupCollection:
     """Join the other ranks, split them into groups and seed every generator.
 
-    Collective over all ranks. A process group that exists already is used as it is.
+    Collective over all ranks, which have met in ``store``. A process group that exists already is
+    used as it is.
     """
     device.select_device(launch.local_rank)
     if not dist.is_initialized():
-        join(config.distributed, launch)
+        join(config.distributed, launch, store)
     groups = make_groups(config.parallel, config.distributed)
     seed_generators(config.seed)
     return groups
 
 
-def join(distributed: DistributedConfig, launch: Launch) -> None:
+def join(distributed: DistributedConfig, launch: Launch, store: dist.Store) -> None:
     """Make the process group of all ranks; collective over them."""
-    # Alone there is no one to meet, so no address is needed.
-    alone = {"store": dist.HashStore()} if launch.world_size == 1 else {}
     dist.init_process_group(
         distributed.backend,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(minutes=distributed.timeout_minutes),
-        **alone,
+        store=store,
     )
 
 

@@ -10,6 +10,7 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_untied.checkpoint import TrainingState
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.full_sharding import FullSharding
 from megatron_untied.training.optimizer import MegatronSharding, build_scheduler
@@ -30,6 +31,11 @@ class Learner:
     def model(self) -> nn.Module:
         """The model to call."""
         return self.sharding.model
+
+    @property
+    def progress(self) -> StepProgress:
+        """How far the step that is running is."""
+        return unwrap_model(self.model).attention_parts.progress
 
     @property
     def num_parameters(self) -> int:

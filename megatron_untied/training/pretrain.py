@@ -17,11 +17,15 @@ from megatron_untied.training.batch import GetBatch, global_batches
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.evaluate import evaluate
 from megatron_untied.training.exits import EarlyExit
+from megatron_untied.training.flops import attention_units
+from megatron_untied.training.heartbeat import Heartbeat
 from megatron_untied.training.initialize import Launch, errors_in_one_line, initialize
 from megatron_untied.training.learner import Learner, build_learner
+from megatron_untied.training.meeting import open_store, require_same_config
 from megatron_untied.training.reporter import Reporter
 from megatron_untied.training.sharding import ModelProvider
 from megatron_untied.training.step import ForwardStep, require_finite, train_step
+from megatron_untied.training.whereabouts import Whereabouts
 
 DatasetsProvider = Callable[[RunConfig], Datasets]
 
@@ -48,7 +52,9 @@ def pretrain(
         forward_step: this rank's part of the loss of a shard.
     """
     with errors_in_one_line():
-        groups = initialize(config, launch)
+        store = open_store(launch)
+        require_same_config(config, launch, store)
+        groups = initialize(config, launch, store)
         if config.checkpoint.save:
             require_place_to_save(config.checkpoint.save)
         datasets = datasets_provider(config)
@@ -60,20 +66,32 @@ def pretrain(
     def global_batches_of(dataset, consumed_samples=0):
         return global_batches(dataset, config, groups, get_batch, consumed_samples)
 
-    def validation_loss():
+    def validation_loss(iteration):
         batches = global_batches_of(datasets.valid)
         some = itertools.islice(batches, config.evaluation.eval_iters)
+        units = layer_passes * config.evaluation.eval_iters
+        learner.progress.begin(f"evaluation after iteration {iteration}", units)
         return evaluate(learner, some, forward_step=forward_step)
 
-    with report, EarlyExit(config.loop) as early_exit:
+    layer_passes = config.model.num_layers * config.batch.num_micro_batches(groups.dp.size())
+    step_units = layer_passes * attention_units(config.memory)
+    heartbeat = Heartbeat(
+        learner.progress,
+        Whereabouts(store.clone(), launch.rank, launch.world_size),
+        say=report.say,
+        every_seconds=config.logging.heartbeat_seconds,
+        timeout_seconds=config.distributed.timeout_minutes * 60,
+    )
+    with report, EarlyExit(config.loop) as early_exit, heartbeat:
         done = f"{progress.iteration} iterations done"
         report.say(f"{learner.describe()} | {done}")
         if config.loop.skip_train:
-            report.evaluation(progress.iteration, validation_loss())
+            report.evaluation(progress.iteration, validation_loss(progress.iteration))
             return
         train_batches = global_batches_of(datasets.train, progress.consumed_samples)
         num_samples = config.batch.global_batch_size
         for iteration in range(progress.iteration + 1, config.loop.train_iters + 1):
+            learner.progress.begin(f"iteration {iteration}", step_units)
             began = time.perf_counter()
             result = train_step(
                 learner, next(train_batches), num_samples=num_samples, forward_step=forward_step
@@ -87,9 +105,10 @@ def pretrain(
             progress = Progress(iteration=iteration, consumed_samples=consumed_samples)
             report.step(result, progress, seconds=seconds)
             if config.evaluates_after(iteration):
-                report.evaluation(iteration, validation_loss())
+                report.evaluation(iteration, validation_loss(iteration))
             exit_reason = early_exit.reason(iteration)
             if config.checkpoint.save and (exit_reason or config.saves_after(iteration)):
+                learner.progress.begin(f"checkpoint of iteration {iteration}", doing="saving")
                 report.say(f"saved {save(config, learner, progress)}")
             if exit_reason:
                 report.say(f"exiting after iteration {iteration}: {exit_reason}")

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from megatron_untied.platform import device
 from megatron_untied.training.batch import Batch, count_valid_tokens
 from megatron_untied.training.learner import Learner
-from megatron_untied.training.sharding import Sharding
 
 ForwardStep = Callable[[nn.Module, Batch, Tensor], Tensor]
 """(model, batch, token_weights [b, s/p]) -> this rank's sum of weight x cross-entropy, fp32."""
@@ -44,7 +43,8 @@ def train_step(
     sharding, ranks = learner.sharding, learner.groups.dp_cp
     valid_tokens = count_valid_tokens(batches, ranks)
     sharding.zero_grad()
-    lm_loss = forward_backward(sharding, batches, valid_tokens, forward_step)
+    lm_loss = forward_backward(learner, batches, valid_tokens, forward_step)
+    learner.progress.enter("optimizer")
     dist.all_reduce(lm_loss, group=ranks)
     updated, grad_norm = sharding.step()
     learner.scheduler.step(increment=num_samples)
@@ -58,20 +58,20 @@ def train_step(
 
 
 def forward_backward(
-    sharding: Sharding,
-    batches: list[Batch],
-    valid_tokens: int,
-    forward_step: ForwardStep,
+    learner: Learner, batches: list[Batch], valid_tokens: int, forward_step: ForwardStep
 ) -> Tensor:
     """Add this rank's gradients of ``batches`` to the model's; returns its part of the loss, fp64.
 
     With no valid token anywhere both are 0.
     """
     total = torch.zeros((), dtype=torch.float64, device=device.current_device())
+    sharding, progress = learner.sharding, learner.progress
     for batch in batches:
         is_last = batch is batches[-1]
         with contextlib.nullcontext() if is_last else sharding.more_to_come():
+            progress.enter("forward")
             loss = forward_step(sharding.model, batch, batch.loss_mask / max(1, valid_tokens))
+            progress.enter("backward")
             loss.backward()
         total += loss.detach()
     return total

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from megatron_untied.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from megatron_untied.checkpoint.compatibility import CHANGEABLE, STRUCTURE
+from megatron_untied.config import ModelConfig, RotaryConfig
 from tests.distributed import run_on_ranks
 from tests.small_run import MODEL, Split, gather_state, small_run
 
@@ -164,11 +167,89 @@ def test_says_on_every_rank_what_went_wrong_on_one(saved, tmp_path):
         ({"swiglu": False}, "--swiglu: True, here False"),
         ({"num_attention_heads": 4}, "--num-attention-heads: 8, here 4"),
         ({"normalization": "LayerNorm"}, "--normalization: RMSNorm, here LayerNorm"),
+        ({"norm_epsilon": 1e-6}, "--norm-epsilon: 1e-05, here 1e-06"),
+        ({"rotary": RotaryConfig(percent=0.5)}, "--rotary-percent: 1.0, here 0.5"),
     ],
 )
 def test_refuses_another_architecture(config, change, text):
     model = dataclasses.replace(MODEL, **change)
     assert_refused("of another model", text, "--use-checkpoint-args", config=config, model=model)
+
+
+def test_does_not_advise_the_flag_that_was_given(saved, config):
+    config = dataclasses.replace(config, use_checkpoint_args=True)
+    model = dataclasses.replace(MODEL, num_layers=3)
+    refused = run_on_ranks(message, 1, config, model)[0]
+    assert "--num-layers: 2, here 3. Leave these flags out" in refused
+    assert "or --use-checkpoint-args" not in refused
+
+
+YARN = RotaryConfig(scaling="yarn", scaling_factor=4.0, original_max_positions=64)
+CHANGED = {
+    "nothing": ({}, None),
+    "base": ({"rotary": RotaryConfig(base=5e5)}, "--rotary-base: 10000.0, here 500000.0"),
+    "longer": ({"max_position_embeddings": 256}, "--max-position-embeddings: 64, here 256"),
+    "shorter": ({"max_position_embeddings": 32}, None),
+    "window": ({"window_size": 9}, "--window-size: unlimited, here 8,0"),
+    "yarn": (
+        {"rotary": YARN, "window_size": 1},
+        "--window-size: unlimited, here 0,0; scaling of the rotary embedding: none, here yarn; "
+        "its stretch: 1.0, here 4.0; its original context: 8192, here 64",
+    ),
+    "what plain rotation does not read": ({"rotary": RotaryConfig(beta_fast=7.0)}, None),
+}
+
+
+def warnings_of_loading(group, config, model) -> list[str]:
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("megatron_untied").addHandler(handler)
+    load_checkpoint(config, small_run(Split(), model).state, seed=3)
+    logging.getLogger("megatron_untied").removeHandler(handler)
+    return said
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_warns_once_of_settings_that_change_the_function_as_may_be_meant(saved, config, change):
+    fields, text = CHANGED[change]
+    model = dataclasses.replace(MODEL, **fields)
+    first, second = run_on_ranks(warnings_of_loading, 2, config, model)
+    folder = saved / "iter_0000002"
+    assert first == ([f"{folder} becomes another function of its input: {text}"] if text else [])
+    assert second == []
+
+
+def test_every_setting_is_compared_or_changes_nothing():
+    """A field that is new in ModelConfig has to be put somewhere."""
+    rotary = {f"rotary.{field.name}" for field in dataclasses.fields(RotaryConfig)}
+    fields = {field.name for field in dataclasses.fields(ModelConfig)} - {"rotary"}
+    of_weights_alone = {"make_vocab_size_divisible_by", "init_method_std"}
+    assert fields | rotary == STRUCTURE.keys() | CHANGEABLE.keys() | of_weights_alone
+    assert not STRUCTURE.keys() & CHANGEABLE.keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"num_layers": "2"}, "num_layers is '2', which is no int"),
+        ({"num_layers": 2.5}, "num_layers is 2.5, which is no int"),
+        ({"num_layers": True}, "num_layers is True, which is no int"),
+        ({"swiglu": 1}, "swiglu is 1, which is no bool"),
+        ({"norm_epsilon": None}, "norm_epsilon is None, which is no float"),
+        ({"window_size": "8"}, "window_size is '8', which is no int | None"),
+        ({"normalization": "BatchNorm"}, "normalization is 'BatchNorm', which is no Literal"),
+        ({"rotary": {"base": "10000"}}, "base is '10000', which is no float"),
+    ],
+)
+def test_refuses_values_of_another_type(saved, config, fields, text):
+    claim(saved, **fields)
+    assert_refused(f"run_config.json: {text}", "--ckpt-step", ranks=1, config=config)
+
+
+def test_a_whole_number_is_a_float(saved, config):
+    claim(saved, rotary={"base": 10000})
+    assert run_on_ranks(warnings_of_loading, 2, config, MODEL) == [[], []]
 
 
 def test_refuses_heads_of_another_width_though_all_shapes_are_equal(config):

@@ -46,6 +46,35 @@ def test_flags_become_one_configuration():
     assert config.distributed.timeout_minutes == 10
 
 
+LLAMA_8B = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "ffn_hidden_size": 14336,
+    "global_batch_size": 1,
+    "context_parallel_size": 8,
+    "recompute_granularity": "selective",
+}
+
+
+def test_the_timeout_follows_the_time_of_a_step(monkeypatch):
+    monkeypatch.setattr("megatron_untied.platform.device.slow_flops_per_second", lambda: 2e14)
+
+    def minutes(millions, **flags):
+        config = tiny_config(8, seq_length=millions * 2**20, **LLAMA_8B | flags)
+        return config.distributed.timeout_minutes
+
+    assert minutes(1) == 12
+    attention = 3.5 * 32 * 2 * 4096 * (5 * 2**20) ** 2 / 8 / 2e14 / 60
+    assert attention < minutes(5) < 1.03 * attention
+    # One more forward of attention.
+    assert minutes(5, recompute_granularity="full") == pytest.approx(
+        4.5 / 3.5 * minutes(5), rel=0.01
+    )
+    assert minutes(5, distributed_timeout_minutes=0.5) == 0.5
+
+
 def test_defaults_are_megatrons():
     config = tiny_config(
         swiglu=None,

@@ -1,6 +1,7 @@
 import pytest
 
 from megatron_untied.training.metrics import read_metrics
+from tests.data.corpus import random_documents, write_token_files
 from tests.distributed import RankFailure, run_on_ranks
 from tests.training.tiny_run import train
 
@@ -72,6 +73,22 @@ def test_a_run_can_be_prolonged_when_its_schedule_was_longer(tmp_path):
     whole = run(1, tmp_path / "whole.jsonl", train_iters=6, **flags)
     run(1, tmp_path / "parts.jsonl", train_iters=3, save=folder, **flags)
     parts = run(1, tmp_path / "parts.jsonl", train_iters=6, load=folder, **flags)
+    assert numbers(parts) == numbers(whole)
+
+
+@pytest.mark.parametrize("blend", [False, True])
+def test_a_longer_run_reads_on_where_a_shorter_one_ended(tmp_path, blend):
+    """The shorter one needs two epochs of the file, the longer one four."""
+    prefixes = [
+        write_token_files(tmp_path / name, random_documents(20, vocab_size=250, eod=250, seed=seed))
+        for seed, name in enumerate(("a", "b"))
+    ]
+    data = f"0.3 {prefixes[0]} 0.7 {prefixes[1]}" if blend else prefixes[0]
+    flags = {"mock_data": None, "data_path": data, "split": "1", "lr_decay_iters": 6}
+    whole = run(2, tmp_path / "whole.jsonl", train_iters=6, **flags)
+    folder = tmp_path / "checkpoints"
+    run(2, tmp_path / "parts.jsonl", train_iters=3, save=folder, **flags)
+    parts = run(2, tmp_path / "parts.jsonl", train_iters=6, load=folder, **flags)
     assert numbers(parts) == numbers(whole)
 
 

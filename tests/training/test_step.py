@@ -33,7 +33,7 @@ def gradients(learner) -> torch.Tensor:
 def backward(learner, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
     learner.sharding.zero_grad()
     valid_tokens = count_valid_tokens(batches, learner.groups.dp_cp)
-    loss = forward_backward(learner.sharding, batches, valid_tokens, pretrain_gpt.forward_step)
+    loss = forward_backward(learner, batches, valid_tokens, pretrain_gpt.forward_step)
     return loss, gradients(learner).clone()
 
 

@@ -1,0 +1,96 @@
+"""A thread beside training that tells how far a long step is, and who is missing if it stops."""
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_untied.step_progress import Place, StepProgress
+from megatron_untied.training.whereabouts import Whereabouts
+
+LONGEST_PAUSE_SECONDS = 10.0
+STALLED = 0.9
+"""Of the timeout without progress a rank speaks up: nccl ends the process when it is over."""
+
+GLOO_SAYS = ("gloo", "timed out", "timeout", "connection", "broken pipe")
+
+
+class Heartbeat:
+    """Beats while it is entered. It reads what training has marked, and makes it wait for nothing.
+
+    Rank 0 says how far a step is, every rank tells the others where it is. Where a collective
+    fails for another rank's sake, leaving it raises ``SystemExit`` with the ranks that are missing.
+    """
+
+    def __init__(
+        self,
+        progress: StepProgress,
+        whereabouts: Whereabouts,
+        *,
+        say: Callable[[str], None],
+        every_seconds: float,
+        timeout_seconds: float,
+    ):
+        """``say`` prints a line on rank 0; ``every_seconds`` 0 never calls it."""
+        self._progress, self._whereabouts, self._say = progress, whereabouts, say
+        self._every, self._timeout = every_seconds, timeout_seconds
+        most = LONGEST_PAUSE_SECONDS
+        self._pause = min(most, timeout_seconds / 10, every_seconds or most)
+        self._said = self._moved = time.monotonic()
+        self._seen: Place | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> "Heartbeat":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and is_failed_collective(error):
+            time.sleep(2 * self._pause)  # until the others have told where they are
+            reason = str(error).strip().splitlines()[0]
+            raise SystemExit(f"error: {self._explanation()} ({reason})") from error
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._pause):
+            self._beat(time.monotonic())
+
+    def _beat(self, now: float) -> None:
+        place, began = self._progress.reached(), self._progress.began
+        self._whereabouts.tell(place)
+        if self._every and now - max(self._said, began) >= self._every:
+            self._say(heartbeat_line(place, now - began))
+            self._said = now
+        if place != self._seen:
+            self._seen, self._moved = place, now
+        elif now - self._moved >= STALLED * self._timeout:
+            self._moved = math.inf  # it is said once
+            sys.stderr.write(f"warning: {self._explanation()}\n")
+
+    def _explanation(self) -> str:
+        return (
+            f"{self._whereabouts.explain(self._progress.reached())}. A collective may take "
+            f"{timedelta(seconds=self._timeout)}; --distributed-timeout-minutes changes that"
+        )
+
+
+def heartbeat_line(place: Place, elapsed: float) -> str:
+    """How far a step is; what is left of its attention is taken to go on at the same pace."""
+    passed = timedelta(seconds=round(elapsed))
+    left = "unknown"
+    if 0 < place.fraction <= 1:
+        left = timedelta(seconds=round(elapsed / place.fraction * (1 - place.fraction)))
+    return f"heartbeat: {place} | {place.fraction:.1%} | elapsed: {passed} | ETA: {left} |"
+
+
+def is_failed_collective(error: BaseException) -> bool:
+    """Whether a rank was left alone by others; gloo has no exception of its own."""
+    said = str(error).lower()
+    from_gloo = type(error) is RuntimeError and any(words in said for words in GLOO_SAYS)
+    return from_gloo or isinstance(error, dist.DistError)

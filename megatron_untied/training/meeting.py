@@ -1,0 +1,116 @@
+"""Ranks before they have a process group: where they meet, and whether they want the same."""
+
+import json
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from megatron_untied.training.config import RunConfig
+from megatron_untied.training.flag_names import flag_of
+from megatron_untied.training.initialize import Launch
+
+LATECOMERS = timedelta(minutes=10)
+"""Nodes may start their ranks minutes apart."""
+
+OF_A_RANK_ALONE = ("logging.", "data.num_workers")
+"""What may differ: rank 0 alone writes logs, and a node prepares samples with the cores it has."""
+
+DERIVED = (
+    "model.max_position_embeddings",
+    "model.ffn_hidden_size",
+    "model.kv_channels",
+    "batch.global_batch_size",
+    "schedule.lr_decay_iters",
+    "distributed.timeout_minutes",
+)
+"""What follows from other flags where it is not given: no news beside one of those."""
+
+Fields = dict[str, Any]
+
+
+def open_store(launch: Launch) -> dist.Store:
+    """Keys and values that all ranks of this run see, and no other run."""
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    elif launch.world_size == 1:
+        store = dist.HashStore()
+    else:
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=LATECOMERS))
+    # Several runs of one process group use one store; each rank counts them alike.
+    run = store.add(f"runs of rank {launch.rank}", 1)
+    return dist.PrefixStore(f"run {run}", store)
+
+
+def require_same_config(config: RunConfig, launch: Launch, store: dist.Store) -> None:
+    """Check that all ranks were started with the same flags; waits for all of them.
+
+    Before any collective: ranks that disagree about sizes or groups would wait for each other, or
+    worse, not notice.
+
+    Raises:
+        ValueError: on every rank, with the flags that differ, their values and the ranks.
+    """
+    mine = _fields(config)
+    if launch.rank == 0:
+        store.set("config", json.dumps(mine))
+    first = json.loads(store.get("config"))
+    differing = {name: mine.get(name) for name in first | mine if mine.get(name) != first.get(name)}
+    if differing:
+        number = store.add("ranks that differ", 1)
+        store.set(f"difference {number}", json.dumps([launch.rank, differing]))
+    if _arrive(store, "have compared", launch):
+        store.wait(["have compared: all"])
+    numbers = range(1, store.add("ranks that differ", 0) + 1)
+    reports = dict(json.loads(store.get(f"difference {number}")) for number in numbers)
+    if reports:
+        _arrive(store, "know", launch)
+        if launch.rank == 0:  # it may be the host of the store
+            store.wait(["know: all"])
+        raise ValueError(_message(first, reports, launch.world_size))
+
+
+def _arrive(store: dist.Store, where: str, launch: Launch) -> bool:
+    if store.add(where, 1) == launch.world_size:
+        store.set(f"{where}: all", "")
+    return True
+
+
+def _fields(config: RunConfig) -> Fields:
+    """Every setting that must be the same, by its place such as ``batch.seq_length``."""
+    fields: Fields = {}
+
+    def flatten(prefix: str, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                flatten(f"{prefix}{name}.", value)
+            else:
+                fields[prefix + name] = value
+
+    flatten("", json.loads(json.dumps(asdict(config), default=str)))
+    return {name: fields[name] for name in fields if not name.startswith(OF_A_RANK_ALONE)}
+
+
+def _message(first: Fields, reports: dict[int, Fields], world_size: int) -> str:
+    names = list(dict.fromkeys(name for fields in reports.values() for name in fields))
+    told = [name for name in names if name not in DERIVED] or names
+    parts = []
+    for name in told:
+        ranks_of: dict[str, list[int]] = {}
+        for rank in range(world_size):
+            value = reports.get(rank, {}).get(name, first.get(name))
+            ranks_of.setdefault(str(value), []).append(rank)
+        values = " and ".join(f"{value} on {_listed(ranks)}" for value, ranks in ranks_of.items())
+        parts.append(f"{flag_of(name)} is {values}")
+    return (
+        f"ranks were started with different flags: {'; '.join(parts)}. Start all of them with the "
+        "same; only logging flags and --num-workers may differ"
+    )
+
+
+def _listed(ranks: list[int], most: int = 8) -> str:
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks[:most]))}{more}"

@@ -1,0 +1,123 @@
+"""Progress is what the device has come to, and adds up to the step whatever a layer keeps."""
+
+import pytest
+
+from megatron_untied.config import MemoryConfig, ParallelConfig
+from megatron_untied.step_progress import COST, StepProgress
+from megatron_untied.training.flops import attention_units
+from tests.distributed import run_on_ranks
+from tests.models import batch, make_model, parallel_groups, tiny
+
+
+class Device:
+    """Comes to the events recorded on it when it is told to."""
+
+    def __init__(self):
+        self.recorded = self.done = 0
+
+    def record(self) -> "Event":
+        self.recorded += 1
+        return Event(self, self.recorded)
+
+
+class Event:
+    def __init__(self, device: Device, number: int):
+        self.device, self.number = device, number
+
+    def query(self) -> bool:
+        return self.number <= self.device.done
+
+
+def test_progress_is_the_devices_not_the_hosts():
+    device = Device()
+    progress = StepProgress(device.record)
+    progress.begin("iteration 1", total_units=7.0)
+    layer = progress.of_layer(2, num_layers=4, num_chunks=2)
+    for chunk in range(2):
+        layer.chunk("forward", chunk)
+        layer.attended()
+    assert str(progress.reached()) == "start, starting"
+    device.done = 2
+    assert str(progress.reached()) == "iteration 1, forward, layer 3 of 4, chunk 1 of 2"
+    assert progress.reached().units == 0
+    device.done = device.recorded
+    assert str(progress.reached()) == "iteration 1, forward, layer 3 of 4, chunk 2 of 2"
+    assert progress.reached().fraction == 1 / 7
+
+
+def test_marks_that_nobody_reads_do_not_pile_up():
+    device = Device()
+    progress = StepProgress(device.record)
+    for _ in range(20_000):
+        progress.called()
+        device.done = device.recorded
+    assert len(progress._ahead) < 10_000
+
+
+def test_a_rank_that_has_attended_is_ahead_of_one_that_attends_to_the_same_chunk():
+    ranks = [StepProgress(lambda: None) for _ in range(3)]
+    for progress in ranks:
+        progress.begin("iteration 1", 1.0)
+        progress.of_layer(0, 1, 1).chunk("forward", 0)
+    ranks[1].called()
+    ranks[2].of_layer(0, 1, 1).attended()
+    assert ranks[0].reached().order < ranks[1].reached().order < ranks[2].reached().order
+
+
+LAYERS, HEADS_PER_CHUNK = 3, 4
+
+
+def places_of_a_step(group, parallel: dict, memory: MemoryConfig) -> tuple[list, list, float]:
+    """What a forward and a backward mark: kinds with layers and chunks, orders; the fraction."""
+    parallel = ParallelConfig(heads_per_chunk=HEADS_PER_CHUNK, **parallel)
+    config, groups = tiny(num_layers=LAYERS), parallel_groups(parallel)
+    model = make_model(config, parallel, memory, groups=groups)
+    progress, marked = model.attention_parts.progress, []
+    mark = progress._mark
+    progress._mark = lambda place: (marked.append(place), mark(place))
+    progress.begin("iteration 1", LAYERS * attention_units(memory))
+    layout = model.decoder.layers[0].self_attention.parts.layout
+    shard = {name: layout.shard(x) for name, x in batch(config, 32, 1).items()}
+    progress.enter("forward")
+    loss = model(**shard)
+    progress.enter("backward")
+    loss.backward()
+    kinds = [(place.doing, place.layer, place.chunk) for place in marked if place.layer is not None]
+    return kinds, [place.order for place in marked], progress.reached().fraction
+
+
+MEMORIES = {
+    "plain": MemoryConfig(),
+    "full": MemoryConfig(recompute_granularity="full"),
+    "full in groups": MemoryConfig(recompute_granularity="full", recompute_num_layers=2),
+    "selective": MemoryConfig(recompute_granularity="selective"),
+}
+SPLITS = {
+    "1 rank": (1, {}),
+    "Ulysses": (2, {"context_parallel_size": 2}),
+    "ring": (2, {"context_parallel_size": 2, "cp_comm_type": "p2p"}),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_a_step_adds_up_to_all_of_its_attention(memory, split):
+    ranks, parallel = SPLITS[split]
+    everyone = run_on_ranks(places_of_a_step, ranks, parallel, MEMORIES[memory])
+    places, orders, fraction = everyone[0]
+    assert fraction == pytest.approx(1.0)
+    assert orders == sorted(orders)
+    assert all(its == orders for _, its, _ in everyone)  # so that places of ranks compare
+    seen = list(dict.fromkeys(places))
+    forward = [("forward", layer, chunk) for layer in range(LAYERS) for chunk in range(2)]
+    assert seen[: len(forward)] == forward
+    again = "full" in memory
+    assert {kind for kind, _, _ in seen} == {"forward", "backward"} | (
+        {"recompute"} if again else set()
+    )
+    assert len(seen) == len(forward) * (3 if again else 2)
+    assert seen[-1] == ("backward", 0, 1)
+
+
+def test_backward_is_five_products_to_two():
+    assert COST["backward"] / COST["forward"] == 5 / 2

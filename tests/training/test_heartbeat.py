@@ -1,0 +1,127 @@
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pretrain_gpt
+from megatron_untied.step_progress import StepProgress
+from megatron_untied.training.heartbeat import Heartbeat, heartbeat_line, is_failed_collective
+from megatron_untied.training.whereabouts import Whereabouts
+from tests.launched import launch
+from tests.training.command_line import command_line
+
+
+def heartbeat(said: list[str], *, every: float, store=None, rank=0, world_size=1) -> Heartbeat:
+    return Heartbeat(
+        StepProgress(lambda: None),
+        Whereabouts(store or dist.HashStore(), rank, world_size),
+        say=said.append,
+        every_seconds=every,
+        timeout_seconds=600,
+    )
+
+
+def test_speaks_in_long_steps_only_and_at_its_interval():
+    said = []
+    beating = heartbeat(said, every=60)
+    progress = beating._progress
+    progress.begin("iteration 1", 3.5)
+    now = progress.began
+    for seconds in range(0, 59, 10):
+        beating._beat(now + seconds)
+    assert not said
+    layer = progress.of_layer(0, num_layers=1, num_chunks=2)
+    layer.chunk("forward", 0)
+    layer.attended()
+    for seconds in range(60, 200, 10):
+        beating._beat(now + seconds)
+    assert len(said) == 3
+    assert said[0] == (
+        "heartbeat: iteration 1, forward, layer 1 of 1, chunk 1 of 2 | 14.3% | "
+        "elapsed: 0:01:00 | ETA: 0:06:00 |"
+    )
+    progress.begin("iteration 2", 3.5)
+    progress.began = now + 200
+    beating._beat(now + 250)
+    assert len(said) == 3
+
+
+def test_interval_0_says_nothing():
+    said = []
+    beating = heartbeat(said, every=0)
+    beating._beat(time.monotonic() + 10_000)
+    assert not said
+
+
+def test_no_end_is_foreseen_before_any_attention_is_done():
+    progress = StepProgress(lambda: None)
+    progress.begin("iteration 1", 3.5)
+    assert "0.0% | elapsed: 0:02:00 | ETA: unknown |" in heartbeat_line(progress.reached(), 120)
+
+
+def test_a_rank_that_gets_no_further_says_once_who_is_missing(capsys):
+    store = dist.HashStore()
+    beating, other = (heartbeat([], every=0, store=store, rank=r, world_size=2) for r in range(2))
+    for each, chunks in ((beating, 2), (other, 1)):
+        each._progress.begin("iteration 1", 1.0)
+        layer = each._progress.of_layer(4, num_layers=8, num_chunks=2)
+        for chunk in range(chunks):
+            layer.chunk("forward", chunk)
+            layer.attended()
+    now = time.monotonic()
+    for seconds in (0, 500, 545, 600):
+        other._beat(now)
+        beating._beat(now + seconds)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "has not arrived: rank 1 at iteration 1, forward, layer 5 of 8, chunk 1 of 2" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "text"),
+    [
+        ({0: 1, 1: 1}, "ranks 0, 1 have come equally far, to iteration 1, forward, layer 1"),
+        ({0: 0, 1: 2}, "late: rank 0 at iteration 1, reading, this one among them; rank 1 is at"),
+        ({0: 1}, "nothing is known of rank 1"),
+    ],
+)
+def test_explains_other_ways_to_stop(chunks, text):
+    store, places = dist.HashStore(), {}
+    for rank, count in chunks.items():
+        progress = StepProgress(lambda: None)
+        progress.begin("iteration 1", 1.0)
+        for chunk in range(count):
+            progress.of_layer(0, 1, 2).chunk("forward", chunk)
+        places[rank] = progress.reached()
+        Whereabouts(store, rank, 2).tell(places[rank])
+    assert text in Whereabouts(store, 0, 2).explain(places[0])
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (dist.DistBackendError("NCCL"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Timed out"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("timeout"), False),
+    ],
+)
+def test_knows_a_failed_collective(error, expected):
+    assert is_failed_collective(error) is expected
+
+
+def train_with_a_quick_heartbeat(rank: int) -> None:
+    flags = {"context_parallel_size": 2, "heartbeat_seconds": 0.01, "train_iters": 5}
+    sys.argv = ["pretrain_gpt.py", *command_line(**flags)]
+    pretrain_gpt.main()
+
+
+def test_a_run_says_how_far_its_steps_are_on_the_first_rank(tmp_path):
+    said = launch(train_with_a_quick_heartbeat, 2, tmp_path)
+    assert "heartbeat: iteration" in said[0]
+    assert "layer 2 of 2" in said[0]
+    assert "heartbeat" not in said[1]

@@ -19,7 +19,7 @@ class HeadMajor(Protocol):
     """
 
     def slot(self, index: int) -> Tensor:
-        """A chunk's heads on the device, to be sent; valid until the slot after next is asked."""
+        """A chunk's heads on the device, to be sent; valid until the next is asked for."""
 
     def landing(self, index: int) -> Tensor:
         """Where a chunk's heads are to arrive on the device."""

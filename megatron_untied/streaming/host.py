@@ -76,12 +76,17 @@ class HostHeadMajor:
             for index in range(len(shape.counts))
         ]
         self._leaving: list[list[Copy]] = [[] for _ in range(self._sets)]
+        self._arriving: dict[int, list[Copy]] = {}
 
     def slot(self, index: int) -> Tensor:
-        """See :class:`HeadMajor`: fetched from the host."""
-        slot = self._buffer("slot", index)
-        _wait([host.fetch(blocks) for host, blocks in self._pairs(index, slot, self.shape)])
-        return slot
+        """See :class:`HeadMajor`: fetched from the host, where exchanges overlap one ahead."""
+        if index not in self._arriving:
+            self._fetch(index)
+        _wait(self._arriving.pop(index))
+        # The slot before this one was sent by now, so its buffer is free.
+        if self._sets == 2 and index + 1 < len(self._slots):
+            self._fetch(index + 1)
+        return self._buffer("slot", index)
 
     def landing(self, index: int) -> Tensor:
         """See :class:`HeadMajor`: a device buffer, free once its last content is on the host."""
@@ -123,6 +128,10 @@ class HostHeadMajor:
         for slot in itertools.chain(*self._slots):
             slot.release()
 
+    def _fetch(self, index: int) -> None:
+        pairs = self._pairs(index, self._buffer("slot", index), self.shape)
+        self._arriving[index] = [host.fetch(blocks) for host, blocks in pairs]
+
     def _buffer(self, use: Literal["landing", "slot"], index: int) -> Tensor:
         name = f"{self.name}_{use}{index % self._sets}"
         if self._borrows:
@@ -153,7 +162,7 @@ class HostLogSumExps:
     """What attention's backward needs of its forward beside O, on the host: fp32 [b, heads, s]."""
 
     def __init__(self, lse: LogSumExps, arena: HostArena):
-        self._slots = [[_stored(each, arena) for each in chunk] for chunk in lse]
+        self._slots = [[_stored(each.contiguous(), arena) for each in chunk] for chunk in lse]
         self._device = lse[0][0].device
 
     def on_device(self) -> LogSumExps:

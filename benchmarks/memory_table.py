@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 GIB, MI = 2**30, 2**20
 LENGTHS = {"128K": MI // 8, "512K": MI // 2} | {f"{m}M": m * MI for m in (1, 2, 3, 4, 5, 8, 10)}
 ALWAYS = (
-    "--micro-batch-size 1 --bf16 --use-torch-fsdp2 --no-cp-overlap --loss-chunk-size 8192 "
+    "--micro-batch-size 1 --bf16 --use-torch-fsdp2 --no-cp-overlap --loss-chunk-size 2048 "
     "--sequence-tile-size {tile} --cpu-offloading-num-layers {layers} --seq-length {tokens} "
 )
 SETTINGS = {

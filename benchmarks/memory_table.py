@@ -43,6 +43,11 @@ class Subject:
     layers: int
     world_size: int
     parallel: str
+    tiles: tuple[tuple[int, int], ...]
+    """Longest sequence, in Mi tokens, and the tile up to there; the last for all longer ones.
+
+    Large tiles are traced faster, and no longer show where attention takes more than they do.
+    """
 
     def residual_bytes(self, tokens: int) -> int:
         """H: of one bf16 residual on one rank."""
@@ -51,7 +56,14 @@ class Subject:
 
 
 SUBJECTS = (
-    Subject("Llama3-8B, 8 ranks", "llama3-8b", 32, 8, "--context-parallel-size 8"),
+    Subject(
+        "Llama3-8B, 8 ranks",
+        "llama3-8b",
+        32,
+        8,
+        "--context-parallel-size 8",
+        ((1, 8192), (2, 16384), (10, 32768)),
+    ),
     Subject(
         "Qwen3-32B, 16 ranks: 8 exchange heads, in a ring of 2",
         "qwen3-32b",
@@ -59,6 +71,7 @@ SUBJECTS = (
         16,
         "--context-parallel-size 16 --cp-comm-type a2a+p2p "
         "--hierarchical-context-parallel-sizes 8 2",
+        ((1, 8192), (4, 16384), (10, 32768)),
     ),
 )
 
@@ -72,15 +85,17 @@ class Case:
     setting: str
 
     @property
+    def tile(self) -> int:
+        """Tokens. Parked, attention takes less, and large tiles would show sooner."""
+        sizes = [size for limit, size in self.subject.tiles if LENGTHS[self.length] <= limit * MI]
+        parked = "parked" in self.setting and LENGTHS[self.length] < 8 * MI
+        return min(sizes[0], 16384) if parked else sizes[0]
+
+    @property
     def flags(self) -> str:
         """Those of memory_trace.py."""
         tokens = LENGTHS[self.length]
-        always = ALWAYS.format(
-            layers=self.subject.layers,
-            tokens=tokens,
-            # A larger tile is traced faster; at such lengths no peak is in a tile.
-            tile=8192 if tokens <= MI else 16384,
-        )
+        always = ALWAYS.format(layers=self.subject.layers, tokens=tokens, tile=self.tile)
         return " ".join(
             [
                 f"--world-size {self.subject.world_size} --model {self.subject.model}",
@@ -101,10 +116,10 @@ class Case:
 
 def rows(subject: Subject, found: dict[Case, dict]) -> Iterator[str]:
     """The lines of one model's table."""
-    yield "| tokens | setting | device peak, GiB | in H | in phase | host, GiB a rank | " + (
+    yield "| tokens | setting | tile | device peak, GiB | in H | in phase | host, GiB a rank | " + (
         "attention forward calls a layer | attention FLOPs | exchanged a layer, H |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "|" + "---|" * 10
     for case, x in found.items():
         if case.subject is not subject:
             continue
@@ -112,6 +127,7 @@ def rows(subject: Subject, found: dict[Case, dict]) -> Iterator[str]:
         cells = [
             case.length,
             case.setting,
+            f"{case.tile}",
             f"{x['peak_device_bytes'] / GIB:.2f}",
             f"{(x['peak_device_bytes'] - x['model_state_bytes']) / h:.2f}",
             x["peak_phase"],

@@ -19,6 +19,11 @@ import sys
 import time
 from pathlib import Path
 
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
@@ -45,6 +50,7 @@ def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
     parser.add_argument("--rank", type=int, default=0, help="the rank to trace (0)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers here")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the step's memory here")
     own, flags = parser.parse_known_args(argv)
     if own.rank not in range(own.world_size):
         parser.error(f"--rank {own.rank} is not below --world-size {own.world_size}")
@@ -91,6 +97,39 @@ def print_trace(trace: StepTrace, console: Console) -> None:
     )
 
 
+COLORS = {
+    "set-up": "lightgray",
+    "between layers, forward": "lightsteelblue",
+    "attention forward": "tab:blue",
+    "tiles forward": "cornflowerblue",
+    "loss": "tab:orange",
+    "between layers, backward": "mistyrose",
+    "tiles backward, down to attention": "salmon",
+    "attention backward": "tab:red",
+    "tiles backward, from attention": "indianred",
+    "optimizer step": "gray",
+}
+"""Of phases; one that runs again in backward is hatched."""
+
+
+def draw(trace: StepTrace, title: str):
+    """A figure of the step: phase after phase, the highest moment of each."""
+    figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
+    told = set()
+    for place, (phase, num_bytes) in enumerate(trace.timeline):
+        name, again = phase.removesuffix(", again"), phase.endswith(", again")
+        label = None if phase in told else phase
+        told.add(phase)
+        hatch = "///" if again else None
+        axes.bar(place, num_bytes / GIB, 1, color=COLORS[name], hatch=hatch, label=label)
+    axes.axhline(trace.model_state_bytes / GIB, color="black", linestyle=":")
+    axes.set(title=title, ylabel="device memory, GiB", xticks=[])
+    axes.set(xlabel="a step, phase after phase; dotted: between steps")
+    axes.margins(x=0)
+    figure.legend(loc="outside right upper", fontsize="small")
+    return figure
+
+
 def main() -> None:
     """Trace one step and say what it takes."""
     own, flags = parse_own(sys.argv[1:])
@@ -101,6 +140,10 @@ def main() -> None:
         trace = trace_step(config, world_size=own.world_size, rank=own.rank)
     print_trace(trace, console)
     console.print(f"traced in {time.perf_counter() - began:.0f} s")
+    for file in filter(None, (own.plot, own.json)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    if own.plot:
+        draw(trace, f"rank {own.rank} of {own.world_size}").savefig(own.plot, dpi=150)
     if own.json:
         own.json.write_text(json.dumps(as_json(trace), indent=2) + "\n")
 

@@ -58,7 +58,7 @@ def phase() -> str:
         if found is None:
             found = PHASES.get(key)
         if key == REBUILD:
-            return f"{found or 'between'}, again"
+            return f"{found}, again" if found else "between layers, backward"
     return found or "set-up"
 
 

@@ -58,6 +58,8 @@ class LiveBytes(TorchDispatchMode):
         """Of tensors that were moved to the host."""
         self.peaks: dict[str, Peak] = {}
         """The highest moment of each phase; see :func:`.call_stack.phase`."""
+        self.timeline: list[tuple[str, int]] = []
+        """Phase after phase, as they came: its name and its highest moment."""
         self._by_cause: Counter[str] = Counter()
         self._alive: dict[int, _Alive] = {}
 
@@ -125,6 +127,10 @@ class LiveBytes(TorchDispatchMode):
             self._note_peak(phase())
 
     def _note_peak(self, name: str) -> None:
+        if not self.timeline or self.timeline[-1][0] != name:
+            self.timeline.append((name, self.num_bytes))
+        elif self.num_bytes > self.timeline[-1][1]:
+            self.timeline[-1] = name, self.num_bytes
         if name not in self.peaks or self.num_bytes > self.peaks[name].num_bytes:
             by_cause = {each: size for each, size in self._by_cause.most_common() if size}
             self.peaks[name] = Peak(self.num_bytes, by_cause)

@@ -33,6 +33,8 @@ class StepTrace:
     peak_by_phase: dict[str, Peak]
     """By :data:`.call_stack.PHASES`."""
     peak_phase: str
+    timeline: list[tuple[str, int]]
+    """Phase after phase, as they came: its name and its highest moment."""
     model_state_bytes: int
     """Alive on the device between steps."""
     host_bytes: int
@@ -112,6 +114,7 @@ class StepTracer:
         return StepTrace(
             peak_by_phase=self.live.peaks,
             peak_phase=self.live.peak_phase,
+            timeline=self.live.timeline,
             model_state_bytes=model_state_bytes,
             host_bytes=self.arena.reserved_bytes + self.live.host_bytes,
             attention_forward_calls_per_layer=counter.forward_calls / self.calls_in_forward,

@@ -49,7 +49,8 @@ SMALL_MODEL = " ".join(
 )
 """After --model of a published one."""
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/how_it_works.md")
+WITH_COMMANDS = ("README.md", "CONTRIBUTING.md", "docs/how_it_works.md")
 
 
 def commands(document: str) -> list[str]:
@@ -128,6 +129,7 @@ CHECKS = {
     "python -m torch.distributed.run ": trains,
     "torchrun ": parses_and_trains_small,
     "python benchmarks/memory_trace.py ": parses_and_traces_small,
+    "python tools/plot_schedule.py ": run,
     "pip install ": installs,
     "pre-commit ": starts_pre_commit,
     "ruff ": runs_elsewhere,
@@ -141,7 +143,9 @@ def check(command: str) -> None:
 
 
 @pytest.mark.timeout(900)  # seconds when the machine is idle
-@pytest.mark.parametrize("command", commands("README.md") + commands("CONTRIBUTING.md"))
+@pytest.mark.parametrize(
+    "command", [command for document in WITH_COMMANDS for command in commands(document)]
+)
 def test_command(command):
     check(command)
 

@@ -52,8 +52,10 @@ class Heartbeat:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and is_failed_collective(error):
             time.sleep(2 * self._pause)  # until the others have told where they are
-            reason = str(error).strip().splitlines()[0]
-            raise SystemExit(f"error: {self._explanation()} ({reason})") from error
+            explanation, reason = self._explanation(), str(error).strip().splitlines()[0]
+            if self._whereabouts.rank == 0:  # the others may be asking a store that it is host of
+                time.sleep(2 * self._pause)
+            raise SystemExit(f"error: {explanation} ({reason})") from error
         self._stop.set()
         self._thread.join()
 

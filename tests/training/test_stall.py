@@ -76,7 +76,8 @@ def test_the_others_name_the_rank_the_layer_and_the_chunk(tmp_path, ranks, sleep
         train_until_one_sleeps, ranks, tmp_path, sleeper, place, flags, wait_for=others, timeout=90
     )
     expected = (
-        f"error: has not arrived: rank {sleeper} at iteration 2, backward, layer 1 of 2, chunk 2"
+        f"error: rank {sleeper} did not arrive, rank {sleeper} last at iteration 2, backward, "
+        "layer 1 of 2, chunk 2"
     )
     for rank in others:
         assert expected in said[rank], said[rank]

@@ -32,6 +32,8 @@ class Place:
     """Of the kernel, in this chunk: ranks of one ring make the same."""
     step: str = "start"
     """What the run is at, such as ``iteration 7``."""
+    micro_batch: str = ""
+    """Which of several, in words."""
     doing: str = "starting"
     layer: int | None = None
     """Counted from 0, and so is ``chunk``; None where it is not in a layer's attention."""
@@ -44,7 +46,7 @@ class Place:
 
     def __str__(self) -> str:
         """In words, layers and chunks counted from 1."""
-        place = f"{self.step}, {self.doing}"
+        place = ", ".join(filter(None, (self.step, self.micro_batch, self.doing)))
         if self.layer is not None:
             place += f", layer {self.layer + 1} of {self.num_layers}"
             place += f", chunk {self.chunk + 1} of {self.num_chunks}"
@@ -77,14 +79,14 @@ class StepProgress:
     def begin(self, step: str, total_units: float = 0.0, doing: str = "reading") -> None:
         """A step, or something else that takes its time, begins with ``doing``."""
         self.began, self._pass = time.monotonic(), doing
-        self._mark(Place(self._last.marks + 1, 0, step, doing, total_units=total_units))
+        marks = self._last.marks + 1
+        self._mark(Place(marks=marks, step=step, doing=doing, total_units=total_units))
 
-    def enter(self, doing: str) -> None:
+    def enter(self, doing: str, micro_batch: str = "") -> None:
         """The step goes on with ``doing``; ``forward`` and ``backward`` are passes over layers."""
-        self._pass = doing
-        self._mark(
-            replace(self._last, marks=self._last.marks + 1, doing=doing, layer=None, chunk=None)
-        )
+        self._pass, last = doing, self._last
+        where = {"micro_batch": micro_batch, "doing": doing, "layer": None, "chunk": None}
+        self._mark(replace(last, marks=last.marks + 1, calls=0, **where))
 
     def called(self) -> None:
         """One of several kernel calls between which ranks wait for each other is done."""

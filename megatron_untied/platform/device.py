@@ -19,6 +19,12 @@ def select_device(local_rank: int) -> torch.device:
     return current_device()
 
 
+def use_in_this_thread(device: torch.device) -> None:
+    """Make another thread's device this one's: a call of CUDA would start the first GPU's here."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def default_backend() -> str:
     """The collective library of this machine: nccl with CUDA, gloo without."""
     return "nccl" if torch.cuda.is_available() else "gloo"

@@ -4,6 +4,7 @@ import argparse
 import difflib
 import importlib.util
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn, TypeVar
@@ -117,7 +118,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
 def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
     """The flags that were given, by name of their value; those left out are absent."""
     _refuse(argv)
-    given, unknown = parser().parse_known_args(argv)
+    given, unknown = parser().parse_known_args(_with_negative_values(argv))
     if unknown:
         raise ValueError(_unknown(unknown))
     return vars(given)
@@ -241,6 +242,17 @@ def _distributed(values: Values, timeout: float) -> DistributedConfig:
         )
     given = values["distributed_timeout_minutes"]
     return DistributedConfig(backend=backend, timeout_minutes=given or timeout)
+
+
+def _with_negative_values(argv: Sequence[str]) -> list[str]:
+    """``--flag -1,0`` as ``--flag=-1,0``: argparse takes for a flag what is no plain number."""
+    joined: list[str] = []
+    for token in argv:
+        if re.match(r"-\d", token) and joined and joined[-1].startswith("--"):
+            joined[-1] += f"={token}"
+        else:
+            joined.append(token)
+    return joined
 
 
 def _refuse(argv: Sequence[str]) -> None:

@@ -74,17 +74,17 @@ def preset(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}{hint}")
 
 
-def window(text: str) -> int:
+def window(text: str) -> int | None:
     """Parses Megatron's LEFT,RIGHT: neighbors a query sees. Returns all that it sees, with itself.
 
-    RIGHT is 0: attention is causal.
+    LEFT -1 is no limit, None. RIGHT is 0: attention is causal.
     """
     left, _, right = text.strip("()").partition(",")
     if right.strip() != "0":
         raise argparse.ArgumentTypeError(
             f"{text!r} is not LEFT,0: the tokens before it that a query sees, and none after"
         )
-    return integer(0)(left) + 1
+    return integer(-1)(left) + 1 or None
 
 
 count, index, amount, stretch = integer(1), integer(0), real(0.0), real(1.0)
@@ -142,7 +142,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--window-size",
             window,
             metavar="LEFT,0",
-            help="a query sees itself and LEFT tokens before it (all of them)",
+            help="a query sees itself and LEFT tokens before it (-1,0: all of them)",
         ),
         flag("--normalization", default="LayerNorm", choices=["LayerNorm", "RMSNorm"]),
         flag("--norm-epsilon", amount, 1e-5),

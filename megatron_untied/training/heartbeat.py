@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_untied.platform import device
 from megatron_untied.step_progress import Place, StepProgress
 from megatron_untied.training.whereabouts import Whereabouts
 
@@ -42,6 +43,7 @@ class Heartbeat:
         self._pause = min(most, timeout_seconds / 10, every_seconds or most)
         self._said = self._moved = time.monotonic()
         self._seen: Place | None = None
+        self._device = device.current_device()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -52,12 +54,15 @@ class Heartbeat:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and is_failed_collective(error):
             time.sleep(2 * self._pause)  # until the others have told where they are
-            reason = str(error).strip().splitlines()[0]
-            raise SystemExit(f"error: {self._explanation()} ({reason})") from error
+            explanation, reason = self._explanation(), str(error).strip().partition("\n")[0]
+            if self._whereabouts.rank == 0:  # the others may be asking a store that it is host of
+                time.sleep(2 * self._pause)
+            raise SystemExit(f"error: {explanation} ({reason})") from error
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
+        device.use_in_this_thread(self._device)
         while not self._stop.wait(self._pause):
             self._beat(time.monotonic())
 

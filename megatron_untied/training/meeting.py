@@ -61,8 +61,8 @@ def require_same_config(config: RunConfig, launch: Launch, store: dist.Store) ->
     if differing:
         number = store.add("ranks that differ", 1)
         store.set(f"difference {number}", json.dumps([launch.rank, differing]))
-    if _arrive(store, "have compared", launch):
-        store.wait(["have compared: all"])
+    _arrive(store, "have compared", launch)
+    store.wait(["have compared: all"])
     numbers = range(1, store.add("ranks that differ", 0) + 1)
     reports = dict(json.loads(store.get(f"difference {number}")) for number in numbers)
     if reports:
@@ -72,10 +72,9 @@ def require_same_config(config: RunConfig, launch: Launch, store: dist.Store) ->
         raise ValueError(_message(first, reports, launch.world_size))
 
 
-def _arrive(store: dist.Store, where: str, launch: Launch) -> bool:
+def _arrive(store: dist.Store, where: str, launch: Launch) -> None:
     if store.add(where, 1) == launch.world_size:
         store.set(f"{where}: all", "")
-    return True
 
 
 def _fields(config: RunConfig) -> Fields:

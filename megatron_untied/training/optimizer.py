@@ -35,6 +35,7 @@ class MegatronSharding:
     ):
         with device.current_device():
             bare_model = model_provider(config, groups)
+        require_all_trained(bare_model)
         initialize_weights(bare_model, config.model, config.seed, groups.tp)
         self.layouts = parameter_layouts(
             bare_model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
@@ -70,6 +71,21 @@ class MegatronSharding:
         self.finish_gradients()
         updated, norm, _ = self.optimizer.step()
         return updated, norm
+
+
+def require_all_trained(model: MegatronModule) -> None:
+    """Refuse frozen parameters: megatron-core's optimizer does not know them, nor would a load.
+
+    Raises:
+        ValueError: with the first of them.
+    """
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        raise ValueError(
+            f"{len(frozen)} parameters are frozen, {frozen[0]} the first, and megatron-core's "
+            "optimizer neither saves nor loads what it does not update; give --use-torch-fsdp2, "
+            "which does, or leave requires_grad on"
+        )
 
 
 def wrap_data_parallel(

@@ -66,12 +66,13 @@ def forward_backward(
     """
     total = torch.zeros((), dtype=torch.float64, device=device.current_device())
     sharding, progress = learner.sharding, learner.progress
-    for batch in batches:
+    for number, batch in enumerate(batches, start=1):
+        which = f"micro-batch {number} of {len(batches)}" if len(batches) > 1 else ""
         is_last = batch is batches[-1]
         with contextlib.nullcontext() if is_last else sharding.more_to_come():
-            progress.enter("forward")
+            progress.enter("forward", which)
             loss = forward_step(sharding.model, batch, batch.loss_mask / max(1, valid_tokens))
-            progress.enter("backward")
+            progress.enter("backward", which)
             loss.backward()
         total += loss.detach()
     return total

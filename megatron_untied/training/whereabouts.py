@@ -1,7 +1,7 @@
 """Where every rank is, told to the others: who is it that they wait for?"""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 
@@ -18,6 +18,7 @@ class Whereabouts:
     rank: int
     world_size: int
     _told: Place | None = None
+    _heard: dict[int, Place] = field(default_factory=dict)
 
     def tell(self, place: Place) -> None:
         """Let the others know; costs one message to the store, and none if nothing is new."""
@@ -30,13 +31,18 @@ class Whereabouts:
         self._told = place
 
     def ask(self) -> dict[int, Place]:
-        """Every rank's last place; a rank that has told none is left out."""
+        """Every rank's last place; a rank that has told none is left out.
+
+        Once the store is gone it is what was heard before.
+        """
         keys = {rank: f"place of {rank}" for rank in range(self.world_size)}
         try:
             there = {rank: key for rank, key in keys.items() if self.store.check([key])}
-            return {rank: Place(**json.loads(self.store.get(key))) for rank, key in there.items()}
+            for rank, key in there.items():
+                self._heard[rank] = Place(**json.loads(self.store.get(key)))
         except dist.DistError:
-            return {}
+            pass
+        return self._heard
 
     def explain(self, here: Place) -> str:
         """Which ranks have not come as far as this one, or as far as the others."""
@@ -44,15 +50,25 @@ class Whereabouts:
         first = min(place.order for place in places.values())
         late = [rank for rank, place in places.items() if place.order == first]
         unheard = [rank for rank in range(self.world_size) if rank not in places]
-        silent = f"; nothing is known of {_listed(unheard)}" if unheard else ""
-        if len(late) == len(places):
-            return f"{_listed(late)} have come equally far, to {here}{silent}"
-        of_late = "; ".join(f"rank {rank} at {places[rank]}" for rank in late[:SHOWN])
-        more = f" and {len(late) - SHOWN} more" if len(late) > SHOWN else ""
-        if self.rank in late:
-            far = max(places, key=lambda rank: places[rank].order)
-            return f"late: {of_late}{more}, this one among them; rank {far} is at {places[far]}"
-        return f"has not arrived: {of_late}{more}. Rank {self.rank} is at {here}{silent}"
+        me = f"rank {self.rank}, which tells this, is at {here}"
+        if unheard:
+            me += f"; nothing is known of {_listed(unheard)}"
+        if self.rank not in late:
+            return f"{_listed(late)} did not arrive, {_last(late, places)}; {me}"
+        if len(late) < len(places):
+            ahead = max(places, key=lambda rank: places[rank].order)
+            return f"{_listed(late)} came late; {me}; {_last([ahead], places)}"
+        if len(places) > 1:
+            me = f"{_listed(late)} came equally far; {me}"
+        return me
+
+
+def _last(ranks: list[int], places: dict[int, Place]) -> str:
+    """Where some ranks were when they last told, each place once."""
+    at: dict[str, list[int]] = {}
+    for rank in ranks:
+        at.setdefault(str(places[rank]), []).append(rank)
+    return "; ".join(f"{_listed(its)} last at {place}" for place, its in at.items())
 
 
 def _listed(ranks: list[int]) -> str:

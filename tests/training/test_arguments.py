@@ -168,6 +168,14 @@ def test_a_window_counts_the_query_itself():
     assert tiny_config().model.window_size is None
 
 
+@pytest.mark.parametrize(
+    "words", [["--window-size", "-1,0"], ["--window-size=-1,0"], ["--window-size", "(-1,0)"]]
+)
+def test_a_window_of_minus_one_is_none(words):
+    argv = [*command_line(), "--window-size", "7,0", *words]
+    assert parse_arguments(argv, world_size=1).model.window_size is None
+
+
 def test_a_ring_of_ulysses_groups():
     config = tiny_config(8, context_parallel_size=8, cp_comm_type="a2a+p2p",
                          hierarchical_context_parallel_sizes="4 2")  # fmt: skip
@@ -212,6 +220,8 @@ def test_a_value_may_follow_an_equals_sign():
         (["--window-size", "128"], "'128' is not LEFT,0: the tokens before it that a query sees"),
         (["--window-size", "128,128"], "'128,128' is not LEFT,0"),
         (["--window-size", "x,0"], "'x' is not an integer"),
+        (["--window-size", "-2,0"], "-2 is below -1"),
+        (["--seed", "-1"], "-1 is below 0"),
         (["--attention-backend", "triton"], "invalid choice: 'triton'"),
         (["--lr-decay-style", "step"], "argument --lr-decay-style: invalid choice: 'step'"),
     ],

@@ -1,6 +1,8 @@
 import sys
+import threading
 
 import pytest
+import torch.distributed as dist
 
 import pretrain_gpt
 from megatron_untied.training.flag_names import flag_of
@@ -33,6 +35,24 @@ def test_ranks_may_differ_in_what_matters_on_one_of_them_alone(tmp_path):
     assert "lm loss" in said[0]
     assert "error" not in said[0] + said[1]
     assert (tmp_path / "m.jsonl").read_text()
+
+
+def test_ranks_are_grouped_by_their_values():
+    store, said = dist.HashStore(), {}
+
+    def meet(rank: int, seed: int) -> None:
+        try:
+            require_same_config(tiny_config(seed=seed), Launch(rank=rank, world_size=5), store)
+        except ValueError as error:
+            said[rank] = str(error)
+
+    ranks = [threading.Thread(target=meet, args=each) for each in enumerate((7, 8, 7, 8, 9))]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    expected = "--seed is 7 on ranks 0, 2 and 8 on ranks 1, 3 and 9 on rank 4."
+    assert [expected in said[rank] for rank in range(5)] == [True] * 5
 
 
 def test_a_rank_alone_agrees_with_itself():

@@ -5,10 +5,13 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
+import pretrain_gpt
+from megatron_untied.training.initialize import initialize
+from megatron_untied.training.learner import build_learner
 from megatron_untied.training.optimizer import build_scheduler
 from tests.distributed import run_on_ranks
 from tests.training.command_line import tiny_config
-from tests.training.tiny_run import learner_on
+from tests.training.tiny_run import launch_of, learner_on
 
 
 def learning_rates(**flags) -> list[float]:
@@ -92,3 +95,23 @@ def test_main_weights_gradients_and_moments_are_fp32(flags, compute, distributed
         assert weights == {compute}
         assert gradients == states == {torch.float32}
         assert share == (pytest.approx(0.5, rel=0.01) if distributed else 1.0)
+
+
+def refusal_of_a_frozen_embedding(group, **flags) -> str:
+    def model_provider(config, groups):
+        model = pretrain_gpt.model_provider(config, groups)
+        model.embedding.word_embeddings.weight.requires_grad_(False)
+        return model
+
+    config = tiny_config(group.size(), **flags)
+    groups = initialize(config, launch_of(group))
+    with pytest.raises(ValueError, match="1 parameters are frozen") as refused:
+        build_learner(model_provider, config, groups)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("flags", [{}, {"use_distributed_optimizer": True, "bf16": True}])
+def test_refuses_frozen_parameters_that_a_checkpoint_would_leave_out(flags):
+    for message in run_on_ranks(refusal_of_a_frozen_embedding, 2, **flags):
+        assert "embedding.word_embeddings.weight the first" in message
+        assert "--use-torch-fsdp2" in message

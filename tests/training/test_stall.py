@@ -44,7 +44,7 @@ def fall_asleep_at(place: tuple, kernel, progress) -> None:
     kernel._backward = sleepy
 
 
-SELECTIVE = {"recompute_granularity": "selective", "global_batch_size": "2"}
+SELECTIVE = {"recompute_granularity": "selective"}
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,15 @@ SELECTIVE = {"recompute_granularity": "selective", "global_batch_size": "2"}
     ids=["ulysses", "ring", "ulysses on a ring"],
 )
 def test_the_others_name_the_rank_the_layer_and_the_chunk(tmp_path, ranks, sleeper, flags):
-    flags = {"context_parallel_size": ranks} | flags
+    flags = {"context_parallel_size": ranks, "global_batch_size": 2} | flags
     others = [rank for rank in range(ranks) if rank != sleeper]
     place = "iteration 2", "backward", 0, 1
     said = launch(
         train_until_one_sleeps, ranks, tmp_path, sleeper, place, flags, wait_for=others, timeout=90
     )
     expected = (
-        f"error: has not arrived: rank {sleeper} at iteration 2, backward, layer 1 of 2, chunk 2"
+        f"error: rank {sleeper} did not arrive, rank {sleeper} last at iteration 2, "
+        "micro-batch 1 of 2, backward, layer 1 of 2, chunk 2"
     )
     for rank in others:
         assert expected in said[rank], said[rank]

@@ -62,7 +62,7 @@ SUBJECTS = (
         32,
         8,
         "--context-parallel-size 8",
-        ((1, 8192), (2, 16384), (10, 32768)),
+        ((1, 8192), (3, 16384), (10, 32768)),
     ),
     Subject(
         "Qwen3-32B, 16 ranks: 8 exchange heads, in a ring of 2",

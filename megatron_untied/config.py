@@ -79,9 +79,10 @@ class ParallelConfig:
     cp_comm_type: Literal["a2a", "p2p", "a2a+p2p"] = "a2a"
     hierarchical_context_parallel_sizes: tuple[int, int] | None = None
     """(Ulysses ranks, ring ranks), for a2a+p2p."""
-    heads_per_chunk: int | Literal["all"] = "all"
+    heads_per_chunk: int | Literal["all", "auto"] = "all"
     """Query heads (u) exchanged at a time, over all Ulysses ranks; a chunk buffer is
-    s/p * b * u * d elements. "all" is one exchange, DeepSpeed-Ulysses."""
+    s/p * b * u * d elements. "all" is one exchange, DeepSpeed-Ulysses. "auto" is decided before
+    the model is built; see :mod:`megatron_untied.planner.auto`."""
     cp_overlap: bool = True
     """Exchange the next chunk while this one attends: a second set of chunk buffers."""
 
@@ -98,9 +99,10 @@ class ParallelConfig:
 class MemoryConfig:
     """What a step keeps for its backward, and where; see :mod:`megatron_untied.streaming`."""
 
-    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_granularity: Literal["full", "selective", "auto"] | None = None
     """None: ordinary autograd. full: keep the layer input. selective: also the attention output
-    and its log-sum-exp, so that attention runs once a step."""
+    and its log-sum-exp, so that attention runs once a step. "auto" is decided before the model is
+    built."""
     recompute_num_layers: int = 1
     """Keep the layer input only every so many layers."""
     cpu_offloading_num_layers: int = 0

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from megatron_untied.planner.flags import own_parser
 from megatron_untied.training.arguments import parse_arguments
 from megatron_untied.training.flags import FLAGS
 
@@ -49,7 +50,8 @@ SMALL_MODEL = " ".join(
 )
 """After --model of a published one."""
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/how_it_works.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/how_it_works.md",
+             "docs/planner.md")  # fmt: skip
 WITH_COMMANDS = ("README.md", "CONTRIBUTING.md", "docs/how_it_works.md")
 
 
@@ -130,6 +132,7 @@ CHECKS = {
     "torchrun ": parses_and_trains_small,
     "python benchmarks/memory_trace.py ": parses_and_traces_small,
     "python tools/plot_schedule.py ": run,
+    "python tools/plan_memory.py ": run,
     "pip install ": installs,
     "pre-commit ": starts_pre_commit,
     "ruff ": runs_elsewhere,
@@ -182,7 +185,8 @@ def test_flags_that_are_named_exist(document):
     code = re.findall(r"`(--[^`]+)`", (ROOT / document).read_text())
     named = {word for text in code for word in text.split() if word.startswith("--")}
     known = {name for flags in FLAGS.values() for name, _ in flags}
-    assert named <= known | {"--slow", "--help"}
+    planner = set(own_parser()._option_string_actions)
+    assert named <= known | planner | {"--slow", "--help"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -1,8 +1,12 @@
 """The questions whose answer differs between a GPU machine and a CPU machine."""
 
+import os
 import resource
 
 import torch
+
+GPU_NAMES = {"H200": "h200", "H100": "h100-80", "A100-SXM4-40": "a100-40", "A100": "a100-80"}
+"""What is in the name that CUDA gives a GPU, and what ``planner/gpus.json`` calls it."""
 
 
 def current_device() -> torch.device:
@@ -37,6 +41,27 @@ def slow_flops_per_second() -> float:
     that of one slow core.
     """
     return 2e14 if torch.cuda.is_available() else 1e10
+
+
+def num_devices() -> int:
+    """GPUs of this node; 0 without."""
+    return torch.cuda.device_count()
+
+
+def gpu_name() -> str | None:
+    """The kind of this rank's GPU, if it is one that the planner knows."""
+    if not torch.cuda.is_available():
+        return None
+    said = torch.cuda.get_device_name()
+    return next((name for part, name in GPU_NAMES.items() if part in said), None)
+
+
+def memory_bytes() -> tuple[int, int] | None:
+    """Memory of this rank's GPU and of its node's host; None without GPUs."""
+    if not torch.cuda.is_available():
+        return None
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return torch.cuda.get_device_properties(current_device()).total_memory, host
 
 
 def synchronize() -> None:

@@ -60,8 +60,8 @@ def _number(kind: type, minimum: float) -> Callable[[str], Any]:
 
 
 def heads_per_chunk(text: str) -> int | str:
-    """Parses the number of query heads exchanged at a time, or "all"."""
-    return text if text == "all" else integer(1)(text)
+    """Parses the number of query heads exchanged at a time, "all" or "auto"."""
+    return text if text in ("all", "auto") else integer(1)(text)
 
 
 def preset(text: str) -> str:
@@ -177,9 +177,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--cp-heads-per-chunk",
             heads_per_chunk,
             "all",
-            metavar="U|all",
+            metavar="U|all|auto",
             dest="heads_per_chunk",
-            help="query heads exchanged at a time: fewer need less memory",
+            help="query heads exchanged at a time: fewer need less memory; auto: as fits",
         ),
         switch("--no-cp-overlap", "exchange between chunks, not during them", off="cp_overlap"),
         switch("--use-distributed-optimizer", "spread optimizer states over dp x cp ranks"),
@@ -197,8 +197,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--loss-chunk-size", count, metavar="T", help="tokens whose logits are alive at once"),
         flag(
             "--recompute-granularity",
-            choices=["full", "selective"],
-            help="stream layers; selective also keeps the attention output",
+            choices=["full", "selective", "auto"],
+            help="stream layers; selective also keeps the attention output; auto: as fits",
         ),
         flag("--recompute-method", choices=["uniform"], help="groups of equal size"),
         flag("--recompute-num-layers", count, 1, help="keep every so many layers' input"),
@@ -306,7 +306,6 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 NOT_YET: dict[str, str] = {
     # Our features on their way.
     "--verify-recompute": "recomputed values are not compared yet",
-    "--cp-heads-per-chunk auto": "nothing plans memory yet; give a number of heads, or all",
     "--sft": "there is no fine-tuning dataset yet",
     "--seq-length-schedule": "the sequence length is constant",
     "--attention-backend unfused": "local is attention in matrix products",

@@ -39,8 +39,8 @@ def slow_step_seconds(
 
 
 def attention_units(memory: MemoryConfig) -> float:
-    """Attention of a layer in a step, in forwards of it."""
-    again = COST["recompute"] if memory.recompute_granularity == "full" else 0.0
+    """Attention of a layer in a step, in forwards of it; at most, where that is left open."""
+    again = COST["recompute"] if memory.recompute_granularity in ("full", "auto") else 0.0
     return COST["forward"] + again + COST["backward"]
 
 

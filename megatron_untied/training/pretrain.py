@@ -12,6 +12,8 @@ from megatron_untied.checkpoint import (
     save_checkpoint,
 )
 from megatron_untied.data.datasets import Datasets
+from megatron_untied.planner.auto import choose, describe, is_automatic
+from megatron_untied.planner.here import this_machine
 from megatron_untied.platform import device
 from megatron_untied.training.batch import GetBatch, global_batches
 from megatron_untied.training.config import RunConfig
@@ -55,6 +57,10 @@ def pretrain(
         store = open_store(launch)
         require_same_config(config, launch, store)
         groups = initialize(config, launch, store)
+        planned = None
+        if is_automatic(config):
+            planned = choose(config, this_machine(groups))
+            config = planned.config
         if config.checkpoint.save:
             require_place_to_save(config.checkpoint.save)
         datasets = datasets_provider(config)
@@ -84,6 +90,8 @@ def pretrain(
     )
     with report, EarlyExit(config.loop) as early_exit, heartbeat:
         done = f"{progress.iteration} iterations done"
+        if planned is not None:
+            report.say(describe(planned))
         report.say(f"{learner.describe()} | {done}")
         if config.loop.skip_train:
             report.evaluation(progress.iteration, validation_loss(progress.iteration))

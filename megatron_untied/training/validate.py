@@ -156,7 +156,7 @@ def _context_parallel(config: RunConfig) -> Iterator[str]:
 
 def _heads_per_chunk(config: RunConfig) -> Iterator[str]:
     u, num_ulysses = config.parallel.heads_per_chunk, config.parallel.num_ulysses_and_ring[0]
-    if u == "all":
+    if u in ("all", "auto"):
         return
     if u % num_ulysses:
         yield (

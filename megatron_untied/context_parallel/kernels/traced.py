@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from megatron_untied.context_parallel.kernels.cut import Call, Shape, cut
 from megatron_untied.context_parallel.kernels.flash_attention import FlashAttention3
+from megatron_untied.context_parallel.kernels.mask import Mask
 
 
 class TracedFlashAttention3(FlashAttention3):
@@ -21,6 +23,20 @@ class TracedFlashAttention3(FlashAttention3):
     def missing(cls, device: torch.device) -> str | None:
         """See :class:`.AttentionKernel`."""
         return None
+
+    def backward_bytes(self, shape: Shape) -> int:
+        """Most that one call of a causal backward of ``shape`` allocates for itself."""
+        return max(self._call_bytes(call, shape.d) for call in cut(shape, Mask(), self.limits))
+
+    def _call_bytes(self, call: Call, d: int) -> int:
+        def some(samples: slice, rows: slice, heads: slice) -> Tensor:
+            sizes = [part.stop - part.start for part in (samples, rows, heads)]
+            return torch.empty(*sizes, d, device="meta")
+
+        q = some(call.samples, call.queries, call.heads)
+        k = some(call.samples, call.keys, call.kv_heads)
+        scratch = self.operators.bwd(q, q, k, k, is_causal=call.causal)
+        return sum(x.nbytes for x in scratch)
 
 
 class _Allocations:

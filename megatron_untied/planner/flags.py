@@ -1,0 +1,94 @@
+"""The command line of a planner: the flags of training, and those that say on what it would run."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_untied.planner.machine import DEFAULT_GPU, DEFAULT_HOST_GIB, Machine, read_gpus
+from megatron_untied.training.arguments import parse_arguments, parse_flags, parser
+from megatron_untied.training.config import RunConfig
+from megatron_untied.training.flags import count, real
+
+ASSUMED = {
+    "micro_batch_size": ["--micro-batch-size", "1"],
+    "train_iters": ["--train-iters", "1"],
+    "lr": ["--lr", "1e-4"],
+    "tokenizer_type": ["--tokenizer-type", "NullTokenizer"],
+}
+"""What training insists on and memory does not depend on."""
+ASSUMED_TOKENS = "128255"
+"""--vocab-size, if neither it nor a preset nor a tokenizer says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is to be planned, and what is to be said of it."""
+
+    config: RunConfig
+    machine: Machine
+    max_context: bool
+    json: str | None
+    plot: str | None
+
+
+def parse_question(argv: Sequence[str]) -> Question:
+    """The run and the machine that ``argv`` describes.
+
+    Raises:
+        ValueError: as ``parse_arguments`` does.
+    """
+    own, training = own_parser().parse_known_args(argv)
+    gpu = read_gpus()[own.gpu]
+    machine = Machine(
+        gpus_per_node=own.gpus_per_node,
+        nodes=own.nodes,
+        gpu=gpu,
+        gpu_memory_gib=own.gpu_memory_gib or gpu.memory_gib,
+        host_memory_gib=own.host_memory_gib,
+    )
+    config = parse_arguments([*_assumed(training), *training], world_size=machine.world_size)
+    said = {"max_context": own.max_context, "json": own.json, "plot": own.plot}
+    return Question(config=config, machine=machine, **said)
+
+
+def _assumed(training: Sequence[str]) -> list[str]:
+    given = parse_flags(training)
+    words = [word for name, flag in ASSUMED.items() if name not in given for word in flag]
+    if "data_path" not in given and "mock_data" not in given:
+        words.append("--mock-data")
+    null = given.get("tokenizer_type", "NullTokenizer") == "NullTokenizer"
+    if null and not given.keys() & {"vocab_size", "model"}:
+        words += ["--vocab-size", ASSUMED_TOKENS]
+    return words
+
+
+def own_parser() -> argparse.ArgumentParser:
+    """A parser of what training has no flags for."""
+    built = _Parser(
+        usage="plan_memory.py [these] FLAGS OF TRAINING",
+        allow_abbrev=False,
+        epilog="All flags of pretrain_gpt.py: " + " ".join(parser().format_usage().split()[1:]),
+    )
+    built.add_argument("--gpus-per-node", type=count, default=8, help="ranks of a node (8)")
+    built.add_argument("--nodes", type=count, default=1, help="(1)")
+    built.add_argument(
+        "--gpu", choices=sorted(read_gpus()), default=DEFAULT_GPU, help=f"({DEFAULT_GPU})"
+    )
+    built.add_argument("--gpu-memory-gib", type=real(5.0), help="of one GPU (as --gpu has)")
+    built.add_argument(
+        "--host-memory-gib",
+        type=real(1.0),
+        default=float(DEFAULT_HOST_GIB),
+        help=f"of one node ({DEFAULT_HOST_GIB})",
+    )
+    built.add_argument(
+        "--max-context", action="store_true", help="also the longest sequence that fits"
+    )
+    built.add_argument("--json", metavar="FILE", help="write the plan as JSON; - is stdout, alone")
+    built.add_argument("--plot", metavar="FILE.png", help="draw memory over the phases of a step")
+    return built
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ValueError(message)

@@ -1,0 +1,76 @@
+"""The layers of a step without recomputation: megatron-core's own, under autograd."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_untied.planner.attention import AttentionBuffers
+from megatron_untied.planner.causes import Bytes, Cause
+from megatron_untied.planner.stash import Placement
+from megatron_untied.planner.step import Moment, Step
+
+
+@dataclass(frozen=True)
+class PlainStep(Step):
+    """A step whose layers keep all that autograd saves."""
+
+    def forward(self, layer: int) -> Iterator[Moment]:
+        """See :class:`Step`."""
+        rest = self.in_forward + self.weights.gathered_forward(layer) + self._saved(layer + 1)
+        yield Moment("layers forward", rest + self.residual + self._workspace(backward=False))
+
+    def backward(self, layer: int) -> Iterator[Moment]:
+        """See :class:`Step`."""
+        geo = self.geometry
+        done = geo.num_layers - 1 - layer
+        rest = (
+            self.in_backward(done) + self.weights.gathered_backward(layer)
+            + self.weights.reducing_backward(layer) + self._saved(layer + 1) + self.residual
+        )  # fmt: skip
+        geo = self.geometry
+        yield Moment("layers backward", rest + self._mlp_backward())
+        attending = rest - self._saved_by_mlp() + self._workspace(backward=True)
+        yield Moment("layers backward", attending)
+
+    def kept(self) -> Bytes:
+        """See :class:`Step`."""
+        return self._saved(self.geometry.num_layers)
+
+    def _saved(self, num_layers: int) -> Bytes:
+        geo = self.geometry
+        own = geo.n // geo.num_token_parts * geo.b * geo.m
+        heads = geo.h + 2 * geo.g + geo.h + (geo.h if 1 < geo.g < geo.h else 0)
+        heads += geo.h + geo.g if geo.config.model.qk_layernorm else 0
+        inner = (5 if geo.config.model.swiglu else 2) * geo.f
+        numel = 4 * own + geo.n * geo.b * (heads * geo.d + inner)
+        return Bytes({Cause.KEPT: num_layers * (numel * geo.itemsize + geo.lse_bytes)})
+
+    def _mlp_backward(self) -> Bytes:
+        geo = self.geometry
+        inner = geo.n * geo.b * geo.f * (2 if geo.config.model.swiglu else 1)
+        return Bytes({Cause.TILES: (inner + geo.m * geo.f) * geo.itemsize})
+
+    def _saved_by_mlp(self) -> Bytes:
+        """Gone when a layer's attention goes backward."""
+        geo = self.geometry
+        inner = geo.n * geo.b * geo.f * (5 if geo.config.model.swiglu else 2)
+        own = geo.n // geo.num_token_parts * geo.b * geo.m
+        return Bytes({Cause.KEPT: (inner + 2 * own) * geo.itemsize})
+
+    def _workspace(self, *, backward: bool) -> Bytes:
+        buffers = self._backward if backward else self._forward
+        slots = self.geometry.output_bytes * (3 if backward else 1)  # dO before it is in slots
+        kernel = {Cause.KERNEL: buffers.kernel_bytes + buffers.home_bytes} if backward else {}
+        taken = {Cause.CHUNKS: buffers.num_bytes, Cause.SLOTS: slots}
+        return Bytes(taken | kernel)
+
+    @cached_property
+    def _forward(self) -> AttentionBuffers:
+        return AttentionBuffers(self.geometry, self.rank, Placement(self.geometry)).forward()
+
+    @cached_property
+    def _backward(self) -> AttentionBuffers:
+        buffers = AttentionBuffers(
+            self.geometry, self.rank, Placement(self.geometry), dict(self._forward.taken)
+        )
+        return buffers.backward(output_on_host=False)

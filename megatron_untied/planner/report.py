@@ -1,0 +1,135 @@
+"""A plan for people, as tables, and for programs, as JSON."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_untied.planner.causes import Bytes, Cause
+from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
+from megatron_untied.planner.parameters import num_parameters
+from megatron_untied.planner.plan import Plan
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Device memory by phase and cause, host memory, time."""
+    console.print(headline(plan))
+    console.print(device_table(plan))
+    console.print(host_table(plan))
+    console.print(time_table(plan))
+    console.print(verdict(plan))
+
+
+def headline(plan: Plan) -> str:
+    """The model, the ranks and the sequence in one line."""
+    config, geometry, machine = plan.config, plan.geometry, plan.machine
+    data_parallel = geometry.num_sharding // geometry.p
+    precision = "bf16" if config.precision.bf16 else "fp32 (--bf16 halves activations)"
+    return (
+        f"{num_parameters(config.model):,} parameters in {precision} on "
+        f"{machine.nodes} x {machine.gpus_per_node} {machine.gpu.title}: tensor {geometry.t} x "
+        f"context {geometry.p} x data {data_parallel}; {config.batch.seq_length:,} tokens, "
+        f"H = {geometry.residual_bytes / GIB:.3f} GiB"
+    )
+
+
+def device_table(plan: Plan) -> Table:
+    """GiB of one rank's GPU: a row a phase, a column a cause."""
+    causes = _causes(moment.by_cause for moment in plan.phases.values())
+    table = _table("GPU, GiB at the highest moment of each phase", ["phase", "all", *causes])
+    for phase, moment in plan.phases.items():
+        mark = " <- peak" if moment is plan.peak or phase == plan.peak.phase else ""
+        cells = (_gib(moment.by_cause[cause]) for cause in causes)
+        table.add_row(phase + mark, _gib(moment.num_bytes), *cells)
+    return table
+
+
+def host_table(plan: Plan) -> Table:
+    """GiB of the host by cause, for a rank and for a node."""
+    table = _table("host, GiB", ["cause", "a rank", "a node"])
+    per_node = plan.machine.gpus_per_node
+    for cause in _causes([plan.host]):
+        table.add_row(cause, _gib(plan.host[cause]), _gib(plan.host[cause] * per_node))
+    total = plan.host.total()
+    table.add_row("all", _gib(total), _gib(total * per_node))
+    return table
+
+
+def time_table(plan: Plan) -> Table:
+    """Seconds of a step by the roofline."""
+    table = _table("time of a step, s, by a roofline", ["cause", "seconds"])
+    for cause, seconds in plan.time.by_cause().items():
+        table.add_row(cause, f"{seconds:,.2f}")
+    table.add_row("all", f"{plan.time.seconds:,.2f}")
+    table.add_row("tokens/s/GPU", f"{plan.time.tokens_per_second_per_gpu:,.1f}")
+    return table
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, with both sums."""
+    machine, host = plan.machine, plan.host.total() * plan.machine.gpus_per_node / GIB
+    reserve = HOST_RESERVE_GIB * machine.gpus_per_node
+    answer = "fits" if plan.fits else "does not fit"
+    return (
+        f"{answer}: GPU {plan.peak.num_bytes / GIB:.1f} + {DEVICE_RESERVE_GIB} in reserve of "
+        f"{machine.gpu_memory_gib:g} GiB; host {host:.1f} + {reserve} in reserve of "
+        f"{machine.host_memory_gib:g} GiB a node"
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """All of it in bytes and seconds."""
+    machine = plan.machine
+    return {
+        "fits": plan.fits,
+        "fits_device": plan.fits_device,
+        "fits_host": plan.fits_host,
+        "parameters": num_parameters(plan.config.model),
+        "seq_length": plan.config.batch.seq_length,
+        "heads_per_chunk": plan.config.parallel.heads_per_chunk,
+        "recompute_granularity": plan.config.memory.recompute_granularity,
+        "residual_bytes": plan.geometry.residual_bytes,
+        "device": {
+            "peak_bytes": plan.peak.num_bytes,
+            "peak_phase": plan.peak.phase,
+            "limit_bytes": machine.device_bytes,
+            "bytes_by_phase": {name: _named(m.by_cause) for name, m in plan.phases.items()},
+        },
+        "host": {
+            "rank_bytes": plan.host.total(),
+            "node_bytes": plan.host.total() * machine.gpus_per_node,
+            "rank_limit_bytes": machine.host_bytes,
+            "rank_bytes_by_cause": _named(plan.host),
+        },
+        "step": {
+            "seconds": plan.time.seconds,
+            "seconds_by_cause": plan.time.by_cause(),
+            "tokens_per_second_per_gpu": plan.time.tokens_per_second_per_gpu,
+            "gpu": machine.gpu.title,
+            "source_of_rates": machine.gpu.source,
+        },
+    }
+
+
+def _named(by_cause: Bytes) -> dict[str, int]:
+    return {str(cause): num_bytes for cause, num_bytes in by_cause.items() if num_bytes}
+
+
+def _causes(each: Iterable[Bytes]) -> list[Cause]:
+    seen = Bytes()
+    for by_cause in each:
+        seen |= by_cause
+    return [cause for cause in Cause if seen[cause]]
+
+
+def _table(title: str, columns: list[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(columns[0], no_wrap=True)
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.2f}" if num_bytes else ""

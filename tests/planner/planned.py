@@ -1,0 +1,16 @@
+"""Runs and machines to plan."""
+
+from megatron_untied.planner.flags import parse_question
+from megatron_untied.planner.machine import Machine, read_gpus
+from megatron_untied.training.config import RunConfig
+
+
+def run_config(flags: str, *, world_size: int = 8) -> RunConfig:
+    """The run that ``flags`` describe, with what the planner assumes."""
+    machine_flags = ["--gpus-per-node", str(world_size)]
+    return parse_question([*machine_flags, *flags.split()]).config
+
+
+def machine(**changes) -> Machine:
+    """A node of eight GPUs of 80 GiB."""
+    return Machine(**{"gpu": read_gpus()["h100-80"], "gpu_memory_gib": 80} | changes)

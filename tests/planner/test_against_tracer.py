@@ -1,0 +1,159 @@
+"""Closed forms against the tracer, which runs the real step on tensors without memory.
+
+Layers of Llama 3 8B's and other models' shape, few of them: peak and host bytes within 1%.
+"""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+
+import pytest
+
+from megatron_untied.planner.causes import Cause
+from megatron_untied.planner.geometry import Geometry
+from megatron_untied.planner.host import stash_host_bytes
+from megatron_untied.planner.plan import Plan
+from megatron_untied.planner.sharding import ShardedWeights
+from megatron_untied.tracing.step import trace_step
+from tests.planner.planned import machine, run_config
+
+COMMON = (
+    "--model llama3-8b --num-layers 4 --seq-length 131072 --bf16 --context-parallel-size 8 "
+    "--loss-chunk-size 2048 --eval-iters 0 "
+)
+SHARDED = COMMON + "--use-torch-fsdp2 "
+FULL, SELECTIVE = (
+    SHARDED + f"--recompute-granularity {each} --cp-heads-per-chunk 8 "
+    for each in ("full", "selective")
+)
+ON_HOST = SELECTIVE + "--no-cp-overlap --cpu-offloading-num-layers 4 "
+TENSOR = "--context-parallel-size 4 --tensor-model-parallel-size 2 --cp-heads-per-chunk 4 "
+FAST = {
+    "selective, overlapped": SELECTIVE,
+    "full, one exchange": FULL + "--cp-heads-per-chunk all",
+    "selective on the host": ON_HOST,
+    "parked": ON_HOST + "--park-during-attention",
+    "groups of full, some on the host": FULL
+    + "--recompute-num-layers 3 --num-layers 6 --cpu-offloading-num-layers 4",
+    "plain": SHARDED + "--cp-heads-per-chunk 8",
+    "distributed optimizer": COMMON
+    + "--use-distributed-optimizer --recompute-granularity selective --cp-heads-per-chunk 16",
+    "optimizer on the host": ON_HOST + "--optimizer-cpu-offload --park-during-attention",
+}
+SLOW = {
+    "selective, 2 heads a rank": SELECTIVE + "--cp-heads-per-chunk 16",
+    "full, parked, nothing kept on the host": FULL + "--park-during-attention",
+    "groups of selective": SELECTIVE + "--recompute-num-layers 4 --num-layers 8",
+    "groups, parked, some on the host": SELECTIVE
+    + "--recompute-num-layers 3 --num-layers 6 --cpu-offloading-num-layers 4 "
+    "--park-during-attention",
+    "long": ON_HOST + "--seq-length 1048576",
+    "long, parked": ON_HOST + "--seq-length 1048576 --park-during-attention",
+    "long, plain": SHARDED + "--seq-length 524288 --loss-chunk-size 256 --cp-heads-per-chunk all",
+    "small tiles": ON_HOST + "--sequence-tile-size 512",
+    "one tile": SELECTIVE + "--sequence-tile-size 65536",
+    "two samples": SELECTIVE + "--micro-batch-size 2",
+    "micro-batches": SELECTIVE + "--context-parallel-size 4 --global-batch-size 4",
+    "ring": SELECTIVE + "--cp-comm-type p2p --cp-heads-per-chunk 4",
+    "ring of groups": SELECTIVE
+    + "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4 --no-cp-overlap",
+    "tensor parallel": SELECTIVE + TENSOR,
+    "one rank": SELECTIVE + "--context-parallel-size 1 --cp-heads-per-chunk 4 --seq-length 16384",
+    "tied": SELECTIVE + "--model llama3.2-1b --num-layers 4",
+    "qkv bias, 28 heads": SELECTIVE + "--model qwen2.5-7b --num-layers 4",
+    "query and key norms, wide heads": SELECTIVE
+    + "--model qwen3-32b --num-layers 2 --cp-heads-per-chunk 16",
+    "plain distributed optimizer": COMMON + "--use-distributed-optimizer --cp-heads-per-chunk 8",
+    "no sharding": COMMON + "--recompute-granularity full --cp-heads-per-chunk 8",
+}
+SEQUENCE_PARALLEL = {
+    "streamed": SELECTIVE + TENSOR + "--sequence-parallel --cpu-offloading-num-layers 2",
+    "plain": SHARDED + TENSOR + "--sequence-parallel",
+}
+
+
+class Counted(NamedTuple):
+    peak: int
+    before_update: int
+    """The highest moment before the optimizer's step."""
+    host: int
+
+
+def trace_cases(cases: dict[str, str]) -> dict[str, Counted]:
+    """In another process, which megatron-core may leave its buffers in."""
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        return executor.submit(_trace_cases, cases).result()
+
+
+def _trace_cases(cases: dict[str, str]) -> dict[str, Counted]:
+    found = {}
+    for name, flags in cases.items():
+        size = ranks_of(flags)
+        trace = trace_step(run_config(flags, world_size=size), world_size=size)
+        phases = trace.peak_by_phase.items()
+        before = max(peak.num_bytes for name, peak in phases if name != "optimizer step")
+        found[name] = Counted(trace.peak.num_bytes, before, trace.host_bytes)
+    return found
+
+
+def ranks_of(flags: str) -> int:
+    return 1 if "--context-parallel-size 1 " in flags else 8
+
+
+def check(flags: str, traced: Counted) -> None:
+    size = ranks_of(flags)
+    config = run_config(flags, world_size=size)
+    plan = Plan(config, machine(gpus_per_node=size))
+    expected = max(traced.peak, traced.before_update + late_moments(plan))
+    assert plan.peak.num_bytes == pytest.approx(expected, rel=0.01)
+    geometry = Geometry(config, size)
+    host = ShardedWeights(geometry).on_host().total()
+    if config.memory.recompute_granularity is not None:
+        host += stash_host_bytes(geometry)
+    assert host == pytest.approx(traced.host, rel=0.01)
+
+
+def late_moments(plan: Plan) -> int:
+    """Moments of Adam, which megatron-core makes at the end of the first step, the traced one."""
+    optimization = plan.config.optimization
+    if optimization.use_torch_fsdp2:
+        return 0
+    ranks = plan.geometry.num_sharding if optimization.use_distributed_optimizer else 1
+    return 8 * ShardedWeights(plan.geometry).units.numel // ranks
+
+
+@pytest.fixture(scope="module")
+def traces():
+    return trace_cases(FAST)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_peak_and_host_bytes_are_those_of_the_traced_step(traces, name):
+    check(FAST[name], traces[name])
+
+
+@pytest.fixture(scope="module")
+def more_traces():
+    return trace_cases(SLOW)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SLOW)
+def test_peak_and_host_bytes_of_more_runs(more_traces, name):
+    check(SLOW[name], more_traces[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEQUENCE_PARALLEL)
+def test_peak_and_host_bytes_with_sequence_parallelism(name):
+    flags = SEQUENCE_PARALLEL[name]
+    check(flags, trace_cases({name: flags})[name])
+
+
+def test_a_wrong_form_would_be_noticed(traces):
+    """A tenth of the largest cause of a small step is more than the tolerance."""
+    plan = Plan(run_config(FAST["parked"]), machine())
+    assert plan.peak.by_cause[Cause.TILES] > 0.1 * plan.peak.num_bytes
+    assert plan.peak.num_bytes == pytest.approx(traces["parked"].peak, rel=0.001)

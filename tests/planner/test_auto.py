@@ -1,0 +1,87 @@
+"""Settings left to the planner: the fastest that fits, the same on every rank, said in one line."""
+
+import contextlib
+import io
+import re
+from dataclasses import replace
+
+import pytest
+
+from megatron_untied.planner.auto import candidates, choose, describe, is_automatic
+from megatron_untied.planner.plan import Plan
+from tests.distributed import run_on_ranks
+from tests.planner.planned import machine, run_config
+from tests.training.tiny_run import train
+
+LONG = (
+    "--model llama3-8b --seq-length 1048576 --context-parallel-size 8 --bf16 --use-torch-fsdp2 "
+    "--sequence-tile-size 8192 --loss-chunk-size 2048 --cp-heads-per-chunk auto "
+    "--recompute-granularity auto"
+)
+
+
+def test_takes_the_fastest_that_fits():
+    config = run_config(LONG + " --cpu-offloading-num-layers 32")
+    chosen = choose(config, machine())
+    assert chosen.fits
+    assert not is_automatic(chosen.config)
+    assert chosen.config.memory.recompute_granularity == "selective"
+    for other in candidates(config, machine()):
+        faster = Plan(other, machine())
+        assert not faster.fits or faster.time.seconds >= chosen.time.seconds
+
+
+def test_less_memory_means_smaller_chunks():
+    config = run_config(LONG + " --cpu-offloading-num-layers 32 --no-cp-overlap")
+    roomy, tight = (choose(config, machine(gpu_memory_gib=gib)) for gib in (139, 29))
+    assert roomy.config.parallel.heads_per_chunk > tight.config.parallel.heads_per_chunk
+
+
+def test_little_host_memory_means_that_attention_runs_twice():
+    config = run_config(LONG + " --cpu-offloading-num-layers 32 --seq-length 3145728")
+    assert choose(config, machine()).config.memory.recompute_granularity == "selective"
+    poor = choose(config, machine(host_memory_gib=1024)).config
+    assert poor.memory.recompute_granularity == "full"
+
+
+def test_short_sequences_need_no_recomputation():
+    config = run_config(LONG + " --seq-length 16384")
+    assert choose(config, machine()).config.memory.recompute_granularity is None
+
+
+def test_rejects_what_cannot_fit():
+    config = run_config(LONG + " --seq-length 8388608")
+    with pytest.raises(ValueError, match=r"no automatic setting fits: the smallest takes .* of 36"):
+        choose(config, machine(gpu_memory_gib=40))
+
+
+def test_says_what_it_chose_in_one_line():
+    config = run_config(LONG + " --cpu-offloading-num-layers 32")
+    line = describe(choose(config, machine()))
+    assert re.fullmatch(
+        r"planned: --cp-heads-per-chunk \d+, --recompute-granularity selective \| "
+        r"[\d.]+ of 76.0 GiB on a GPU, [\d.]+ of 254.0 GiB a rank on the host",
+        line,
+    )
+
+
+def test_nothing_is_left_open_that_was_given():
+    config = run_config(LONG)
+    given = replace(config, parallel=replace(config.parallel, heads_per_chunk=8))
+    assert {each.parallel.heads_per_chunk for each in candidates(given, machine())} == {8}
+
+
+def train_automatically(group, metrics):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        train(group, metrics, train_iters=2, context_parallel_size=2, cp_heads_per_chunk="auto",
+              recompute_granularity="auto")  # fmt: skip
+    return said.getvalue()
+
+
+def test_a_run_trains_with_what_was_chosen(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    said = run_on_ranks(train_automatically, 2, metrics)
+    assert len(metrics.read_text().splitlines()) == 2
+    lines = [line for text in said for line in text.splitlines() if "planned:" in line]
+    assert len(lines) == 1
+    assert "--cp-heads-per-chunk 8, no recomputation" in lines[0]

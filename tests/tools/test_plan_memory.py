@@ -1,0 +1,81 @@
+import json
+
+import pytest
+
+from tools import plan_memory
+
+FITS = (
+    "--model llama3-8b --bf16 --seq-length 262144 --context-parallel-size 8 --use-torch-fsdp2 "
+    "--recompute-granularity selective --cp-heads-per-chunk 8 --loss-chunk-size 8192 "
+).split()
+
+
+def test_prints_memory_by_phase_and_cause_and_says_that_it_fits(capsys):
+    assert plan_memory.main(FITS) == 0
+    said = capsys.readouterr().out
+    for word in ("8,030,261,248 parameters in bf16", "attention backward", "kept for", "optimizer",
+                 "<- peak", "a node", "tokens/s/GPU", "fits: GPU"):  # fmt: skip
+        assert word in said
+    assert "\x1b[" not in said  # plain where it is no terminal
+
+
+def test_says_which_flags_would_make_it_fit(capsys):
+    assert plan_memory.main([*FITS, "--gpu", "a100-40", "--seq-length", "1048576"]) == 1
+    said = capsys.readouterr().out
+    assert "does not fit: GPU" in said
+    assert "would fit with --" in said
+
+
+def test_says_when_nothing_makes_it_fit(capsys):
+    assert plan_memory.main([*FITS, "--gpu-memory-gib", "10", "--seq-length", "8388608"]) == 1
+    assert "nothing that flags can do makes it fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "lama3-8b"], "did you mean llama3-8b?"),
+        (["--seq-length", "1000", *FITS[:2], "--context-parallel-size", "16"], "does not divide"),
+        (["--nodes", "0"], "argument --nodes: 0 is below 1"),
+        (["--gpu", "v100"], "argument --gpu: invalid choice: 'v100'"),
+        (["--gpu-memory-gib", "1"], "1 is below 5.0"),
+        (["--num-layerz", "2"], "unknown flag --num-layerz; did you mean --num-layers?"),
+        ([], "missing --seq-length"),
+    ],
+)
+def test_bad_input_is_said_in_one_line(capsys, argv, message):
+    assert plan_memory.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_json_alone_on_stdout(capsys):
+    assert plan_memory.main([*FITS, "--json", "-", "--max-context"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    phases = answer["device"]["bytes_by_phase"]
+    peak = phases[answer["device"]["peak_phase"]]
+    assert sum(peak.values()) == answer["device"]["peak_bytes"]
+    assert answer["host"]["node_bytes"] == 8 * answer["host"]["rank_bytes"]
+    assert answer["longest"]["tokens"] >= 262144
+    assert answer["fits"] is True
+
+
+def test_writes_json_and_a_picture(tmp_path, capsys):
+    json_file, png = tmp_path / "plan.json", tmp_path / "plan.png"
+    assert plan_memory.main([*FITS, "--json", str(json_file), "--plot", str(png)]) == 0
+    assert json.loads(json_file.read_text())["fits"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "fits" in capsys.readouterr().out
+
+
+def test_chooses_what_is_automatic(capsys):
+    flags = [*FITS, "--cp-heads-per-chunk", "auto", "--recompute-granularity", "auto"]
+    assert plan_memory.main(flags) == 0
+    assert "planned: --cp-heads-per-chunk" in capsys.readouterr().out
+
+
+def test_takes_what_training_asks_for_too():
+    """Flags of a training command as they stand."""
+    training = "--micro-batch-size 1 --train-iters 5 --lr 1e-4 --tokenizer-type NullTokenizer"
+    assert plan_memory.main([*FITS, *training.split(), "--data-path", "somewhere/text"]) == 0

@@ -1,0 +1,97 @@
+r"""Say whether a run fits before it is started: memory by cause and phase, and its speed.
+
+Takes the flags of training, and what it would run on. Exit status 0 if it fits, 1 if not (with the
+flags that would make it fit), 2 for flags that cannot be.
+
+    python tools/plan_memory.py --gpus-per-node 8 --gpu h100-80 --model llama3-8b --bf16 \
+        --seq-length 1048576 --context-parallel-size 8 --use-torch-fsdp2 \
+        --cp-heads-per-chunk auto --recompute-granularity auto --loss-chunk-size 8192 --max-context
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_untied.planner.auto import candidates, choose, describe, is_automatic
+from megatron_untied.planner.flags import Question, parse_question
+from megatron_untied.planner.plan import Plan, longest
+from megatron_untied.planner.report import as_json, print_plan
+from megatron_untied.planner.search import search
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan, print, answer."""
+    try:
+        question = parse_question(sys.argv[1:] if argv is None else argv)
+        plan, chosen = plan_of(question)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    only_json = question.json == "-"
+    console = Console(quiet=only_json, highlight=False, width=None if sys.stdout.isatty() else 200)
+    if chosen:
+        console.print(describe(plan))
+    print_plan(plan, console)
+    answer = as_json(plan)
+    if not plan.fits:
+        answer["would_fit_with"] = suggest(plan, console)
+    if question.max_context:
+        answer["longest"] = say_longest(plan, console)
+    write(question, answer, plan)
+    return 0 if plan.fits else 1
+
+
+def plan_of(question: Question) -> tuple[Plan, bool]:
+    """The plan, and whether the planner chose settings of it that fit."""
+    config, machine = question.config, question.machine
+    if not is_automatic(config):
+        return Plan(config, machine), False
+    try:
+        return choose(config, machine), True
+    except ValueError:  # shown all the same: what the least takes
+        plans = (Plan(each, machine) for each in candidates(config, machine))
+        return min(plans, key=lambda plan: plan.peak.num_bytes), False
+
+
+def suggest(plan: Plan, console: Console) -> list[str] | None:
+    """Print the flags with which it would fit."""
+    found = search(plan)
+    if found is None:
+        console.print("nothing that flags can do makes it fit: more ranks, or a shorter sequence")
+        return None
+    flags, better = found
+    console.print(f"would fit with {' '.join(flags)}: {describe(better).partition(' | ')[2]}")
+    console.print(f"and then takes {better.time.seconds:,.1f} s a step")
+    return flags
+
+
+def say_longest(plan: Plan, console: Console) -> dict[str, int]:
+    """Print the longest sequences."""
+    on_device, with_host = (longest(plan, with_host=each) for each in (False, True))
+    console.print(
+        f"longest sequence that fits: {with_host:,} tokens; {on_device:,} if the host had no limit"
+    )
+    return {"tokens": with_host, "tokens_without_host_limit": on_device}
+
+
+def write(question: Question, answer: dict, plan: Plan) -> None:
+    """The files that were asked for."""
+    text = json.dumps(answer, indent=2)
+    if question.json == "-":
+        print(text)
+    elif question.json:
+        Path(question.json).write_text(text + "\n")
+    if question.plot:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from megatron_untied.planner.plot import draw
+
+        draw(plan).savefig(question.plot, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -27,23 +27,16 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
+from megatron_untied.planner.flags import complete
 from megatron_untied.tracing.step import StepTrace, trace_step
 from megatron_untied.training.arguments import parse_arguments
 from megatron_untied.training.initialize import errors_in_one_line
 
 GIB = 2**30
 
-UNSAID = {
-    "--micro-batch-size": ["1"],
-    "--train-iters": ["1"],
-    "--lr": ["1e-4"],
-    "--tokenizer-type": ["NullTokenizer"],
-}
-"""Flags of a training run that say nothing about its memory."""
-
 
 def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This tool's flags, and those of the run with what it need not say."""
+    """This tool's flags, and those of the run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,11 +47,6 @@ def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     own, flags = parser.parse_known_args(argv)
     if own.rank not in range(own.world_size):
         parser.error(f"--rank {own.rank} is not below --world-size {own.world_size}")
-    for name, value in UNSAID.items():
-        if name not in flags:
-            flags += [name, *value]
-    if "--data-path" not in flags and "--mock-data" not in flags:
-        flags.append("--mock-data")
     return own, flags
 
 
@@ -134,7 +122,7 @@ def main() -> None:
     """Trace one step and say what it takes."""
     own, flags = parse_own(sys.argv[1:])
     with errors_in_one_line():
-        config = parse_arguments(flags, world_size=own.world_size)
+        config = parse_arguments(complete(flags), world_size=own.world_size)
     console, began = Console(), time.perf_counter()
     with console.status("tracing a step"):
         trace = trace_step(config, world_size=own.world_size, rank=own.rank)

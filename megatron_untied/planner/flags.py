@@ -46,12 +46,13 @@ def parse_question(argv: Sequence[str]) -> Question:
         gpu_memory_gib=own.gpu_memory_gib or gpu.memory_gib,
         host_memory_gib=own.host_memory_gib,
     )
-    config = parse_arguments([*_assumed(training), *training], world_size=machine.world_size)
+    config = parse_arguments(complete(training), world_size=machine.world_size)
     said = {"max_context": own.max_context, "json": own.json, "plot": own.plot}
     return Question(config=config, machine=machine, **said)
 
 
-def _assumed(training: Sequence[str]) -> list[str]:
+def complete(training: Sequence[str]) -> list[str]:
+    """``training`` and before it what it need not say: what memory does not depend on."""
     given = parse_flags(training)
     words = [word for name, flag in ASSUMED.items() if name not in given for word in flag]
     if "data_path" not in given and "mock_data" not in given:
@@ -59,7 +60,7 @@ def _assumed(training: Sequence[str]) -> list[str]:
     null = given.get("tokenizer_type", "NullTokenizer") == "NullTokenizer"
     if null and not given.keys() & {"vocab_size", "model"}:
         words += ["--vocab-size", ASSUMED_TOKENS]
-    return words
+    return [*words, *training]
 
 
 def own_parser() -> argparse.ArgumentParser:

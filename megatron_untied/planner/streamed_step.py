@@ -95,7 +95,7 @@ class StreamedStep(Step):
     def _inputs_again(self, rest: Bytes) -> Iterator[Moment]:
         """An input is made again, and copied to where it is kept."""
         yield Moment("tiles forward, again", rest + self.tiles.after_forward())
-        yield Moment("between, again", rest + self.residual)
+        yield Moment("between layers, backward", rest + self.residual)
 
     def _to_attention(self, rest: Bytes) -> Iterator[Moment]:
         name, after = "tiles backward, down to attention", self._after_attention

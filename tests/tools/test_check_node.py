@@ -1,0 +1,95 @@
+import re
+
+import pytest
+
+from tools import check_node
+from tools.check_node import NO_LIMIT, Node, host_memory_bytes, pinned_limit_bytes, shortfalls
+
+NEEDED = Node(
+    gpus=8, gpu_memory_gib=61.2, host_memory_gib=1830, pinned_gib=222, shared_memory_gib=6
+)
+H100_NODE = Node(
+    gpus=8,
+    gpu_memory_gib=79.6,
+    host_memory_gib=1990.2,
+    pinned_gib=NO_LIMIT,
+    shared_memory_gib=1000,
+)
+
+
+def test_a_node_with_enough_of_everything_passes():
+    assert list(shortfalls(NEEDED, H100_NODE)) == []
+    assert list(shortfalls(NEEDED, NEEDED)) == []
+    assert list(shortfalls(Node(), Node())) == []
+
+
+def test_each_shortfall_has_both_numbers_and_what_to_do():
+    small = Node(gpus=4, gpu_memory_gib=39.4, host_memory_gib=1007.5, shared_memory_gib=0.0625)
+    lines = list(shortfalls(NEEDED, small))
+    assert len(lines) == len(NEEDED.__slots__)
+    for line, pattern in zip(
+        lines,
+        [
+            "has 4 GPUs, and 8 are needed; set GPUS_PER_NODE",
+            "has 39.4 GiB on each GPU, and 61.2 are needed; --park-during-attention",
+            "has 1,007.5 GiB of host memory, and 1,830 .* --recompute-granularity full",
+            "has 0 GiB of pinned memory a process, and 222 .* ulimit -l unlimited",
+            "has 0.1 GiB in /dev/shm, and 6 .* --ipc=host",
+        ],
+        strict=True,
+    ):
+        assert re.search(pattern, line), line
+
+
+def test_the_tool_compares_this_machine(capsys, monkeypatch):
+    monkeypatch.setattr(check_node, "this_node", lambda: H100_NODE)
+    flags = ["--gpus", "8", "--gpu-memory-gib", "80", "--host-memory-gib", "1830"]
+    with pytest.raises(SystemExit, match=r"^error: this node has 79.6 GiB on each GPU, and 80 "):
+        check_node.main(flags)
+    assert re.search(r"host memory +needed +1,830 +here +1,990.2\n", capsys.readouterr().out)
+    flags[3] = "79"
+    with pytest.raises(SystemExit) as done:
+        check_node.main(flags)
+    assert done.value.code == 0
+
+
+def test_this_machine_can_be_measured():
+    node = check_node.this_node()
+    assert node.host_memory_gib > 0
+    assert node.shared_memory_gib > 0
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A machine's files under ``tmp_path``, as a function of a path and its text."""
+
+    def write(path: str, text: str) -> None:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    write("proc/meminfo", "MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
+    write("proc/self/cgroup", "3:cpu:/other\n0::/job/step\n")
+    return write
+
+
+def test_host_memory_without_limits_is_what_the_machine_has(machine, tmp_path):
+    assert host_memory_bytes(tmp_path) == 1000 * 1024
+    machine("sys/fs/cgroup/job/memory.max", "max\n")
+    assert host_memory_bytes(tmp_path) == 1000 * 1024
+
+
+@pytest.mark.parametrize("group", ["", "job/", "job/step/"])
+def test_host_memory_is_what_the_tightest_limit_leaves(machine, tmp_path, group):
+    machine(f"sys/fs/cgroup/{group}memory.max", "9000\n")
+    machine(f"sys/fs/cgroup/{group}memory.current", "3000\n")
+    machine(f"sys/fs/cgroup/{group}memory.stat", "active_file 7\ninactive_file 500\n")
+    assert host_memory_bytes(tmp_path) == 9000 - 3000 + 500
+
+
+def test_the_capability_to_lock_memory_has_no_limit(machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(check_node.resource, "getrlimit", lambda _: (8192, 8192))
+    machine("proc/self/status", "Name:\tpython\nCapEff:\t0000000000000000\n")
+    assert pinned_limit_bytes(tmp_path) == 8192
+    machine("proc/self/status", f"CapEff:\t{1 << check_node.CAP_IPC_LOCK:016x}\n")
+    assert pinned_limit_bytes(tmp_path) == NO_LIMIT

@@ -41,6 +41,7 @@ TRAINING_ARGS=(
     --weight-decay 0.1
     --adam-beta2 0.95
     --save-interval 5
+    --save-retain-interval 50
 )
 
 launch 2 "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${MEMORY_ARGS[@]}" "${TRAINING_ARGS[@]}"

@@ -25,6 +25,7 @@ fail() {
 
 # Sorts the launcher's arguments into DRY_RUN, PATHS and FURTHER_ARGS.
 read_arguments() {
+    local argument
     DRY_RUN=no PATHS=() FURTHER_ARGS=()
     for argument in "$@"; do
         if [[ "$argument" == --dry-run ]]; then
@@ -50,7 +51,6 @@ name_paths() {
         --log-interval 1
         --log-throughput
         --eval-iters 0
-        --distributed-timeout-minutes 60 # the first step registers the host's memory with CUDA
     )
     name_data "${3:-$DEFAULT_TOKENIZER}" "${4:-MOCK}"
 }
@@ -92,13 +92,13 @@ launch() {
     exec "${command[@]}"
 }
 
-# What the run takes, on nodes as the launcher has them in mind; ends here if it would not fit them.
+# What the run takes; ends here if nodes as the launcher has them in mind would be too small.
 plan() {
     python "$ROOT/tools/plan_memory.py" "$@" --nodes "$NNODES" --gpus-per-node "$GPUS_PER_NODE" \
         --gpu-memory-gib "$GPU_MEMORY_GIB" --host-memory-gib "$HOST_MEMORY_GIB"
 }
 
-# Ends here if this node has less than the plan takes. Ranks that gloo joins need no GPU.
+# The same beside what this node has; ends here if it has less.
 preflight() {
-    :
+    python "$ROOT/tools/check_node.py" "$@" --nodes "$NNODES" --gpus-per-node "$GPUS_PER_NODE"
 }

@@ -1,11 +1,10 @@
 """Say whether this machine is a node that a run can be started on, with the numbers.
 
-    python tools/check_node.py --gpus 8 --gpu-memory-gib 61.2 --host-memory-gib 1830 \
-        --pinned-gib 222 --shared-memory-gib 6
+    python tools/check_node.py --nodes 1 --gpus-per-node 8 FLAGS
 
-Needed is what the flags say, such as a memory plan; what is left out is not needed. Found is what
-this process may use: a container's limits and shares, not its host's. Exit status 1 where something
-falls short.
+FLAGS are those of pretrain_gpt.py. Needed is what the plan of the run says, found what this process
+may use: a container's limits and shares, not its host's. Exit status 1 where something falls short,
+2 for flags that cannot be.
 """
 
 import argparse
@@ -18,10 +17,23 @@ from pathlib import Path
 
 import torch
 
-GIB = 2**30
+from megatron_untied.planner.causes import Cause
+from megatron_untied.planner.machine import (
+    DEFAULT_GPU,
+    DEVICE_RESERVE_GIB,
+    GIB,
+    HOST_RESERVE_GIB,
+    Machine,
+    read_gpus,
+)
+from megatron_untied.planner.plan import Plan
+from megatron_untied.training.arguments import parse_arguments, parse_flags
+
 NO_LIMIT = float("inf")
 CAP_IPC_LOCK = 14
 """A bit of Linux' capabilities."""
+SHARED_RESERVE_GIB = 1
+"""Of /dev/shm, for NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,15 +72,49 @@ WORDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare and print; ends with exit code 1 where something falls short."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    for name, (words, _) in WORDS.items():
-        kind = int if name == "gpus" else float
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=0, help=words)
-    needed, found = Node(**vars(parser.parse_args(argv))), this_node()
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    own, flags = parser.parse_known_args(argv)
+    try:
+        on_cpus = parse_flags(flags).get("distributed_backend") == "gloo"
+        needed = needs_of(plan_for(flags, own.nodes, own.gpus_per_node), on_cpus=on_cpus)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    found = this_node()
     print("\n".join(table(needed, found)))
     errors = list(shortfalls(needed, found))
     sys.exit("\n".join(errors) if errors else 0)
+
+
+def plan_for(flags: Sequence[str], nodes: int, gpus_per_node: int) -> Plan:
+    """The plan of a run; how much memory its machine has plays no part."""
+    gpu = read_gpus()[DEFAULT_GPU]
+    machine = Machine(
+        nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu, gpu_memory_gib=gpu.memory_gib
+    )
+    return Plan(parse_arguments(flags, world_size=machine.world_size), machine)
+
+
+def needs_of(plan: Plan, *, on_cpus: bool) -> Node:
+    """What a plan takes of each node, with the planner's reserves; on CPUs all is the host's."""
+    ranks, peak = plan.machine.gpus_per_node, plan.peak.num_bytes / GIB
+    host, loader = plan.host.total() / GIB, plan.host[Cause.LOADER] / GIB
+    if on_cpus:
+        return Node(
+            host_memory_gib=ranks * (peak + host + HOST_RESERVE_GIB),
+            shared_memory_gib=ranks * loader,
+        )
+    return Node(
+        gpus=ranks,
+        gpu_memory_gib=peak + DEVICE_RESERVE_GIB,
+        host_memory_gib=ranks * (host + HOST_RESERVE_GIB),
+        pinned_gib=host - loader,
+        shared_memory_gib=ranks * loader + SHARED_RESERVE_GIB,
+    )
 
 
 def table(needed: Node, found: Node) -> Iterator[str]:
@@ -82,7 +128,8 @@ def shortfalls(needed: Node, found: Node) -> Iterator[str]:
     """A line for each amount of which there is too little, with what to do."""
     for name, (words, remedy) in WORDS.items():
         need, have = getattr(needed, name), getattr(found, name)
-        if have < need:
+        unseen = name == "gpu_memory_gib" and not found.gpus  # the line before says why
+        if have < need and not unseen:
             yield (
                 f"error: this node has {_number(have)} {words}, and {_number(need)} are needed; "
                 f"{remedy}"

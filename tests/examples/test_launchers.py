@@ -2,8 +2,10 @@
 
 import re
 import shutil
+import sys
 
 import pytest
+import torch
 
 from megatron_untied.training.arguments import parse_arguments, parse_flags
 from tests.examples.launching import (
@@ -120,3 +122,20 @@ def test_a_mistake_is_one_line(launcher, arguments, variables, message):
     done = run("bash", EXAMPLES / LAUNCHERS[launcher], *arguments, **variables)
     assert done.returncode == 1
     assert re.fullmatch(rf"error: {re.escape(message)}.*\n", done.stderr)
+
+
+@pytest.mark.parametrize("status", [1, 2])
+def test_nothing_starts_if_the_planner_objects(status, tmp_path):
+    refuses = fake_program(tmp_path, "python", f'[[ "$*" != *plan_memory.py* ]] || exit {status}')
+    done = run("bash", EXAMPLES / LAUNCHERS[0], PATH=refuses)
+    assert (done.returncode, done.stdout) == (status, "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without GPUs")
+def test_nothing_starts_on_a_node_without_gpus(tmp_path):
+    agrees = f'[[ "$*" == *plan_memory.py* ]] || exec {sys.executable} "$@"'
+    path = fake_program(tmp_path, "python", agrees)
+    done = run("bash", EXAMPLES / LAUNCHERS[0], PATH=path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: this node has 0 GPUs, and 8 are needed; ")
+    assert re.search(r"GiB of host memory +needed +1,7\d\d", done.stdout)

@@ -1,9 +1,21 @@
+import dataclasses
 import re
 
 import pytest
 
 from tools import check_node
-from tools.check_node import NO_LIMIT, Node, host_memory_bytes, pinned_limit_bytes, shortfalls
+from tools.check_node import (
+    DEVICE_RESERVE_GIB,
+    GIB,
+    HOST_RESERVE_GIB,
+    NO_LIMIT,
+    Node,
+    host_memory_bytes,
+    needs_of,
+    pinned_limit_bytes,
+    plan_for,
+    shortfalls,
+)
 
 NEEDED = Node(
     gpus=8, gpu_memory_gib=61.2, host_memory_gib=1830, pinned_gib=222, shared_memory_gib=6
@@ -41,16 +53,50 @@ def test_each_shortfall_has_both_numbers_and_what_to_do():
         assert re.search(pattern, line), line
 
 
+def test_memory_of_gpus_that_are_not_there_is_no_shortfall_of_its_own():
+    assert len(list(shortfalls(Node(gpus=8, gpu_memory_gib=61), Node()))) == 1
+
+
+FLAGS = (
+    "--model llama3-8b --seq-length 1048576 --context-parallel-size 8 --cp-heads-per-chunk 8 "
+    "--bf16 --use-torch-fsdp2 --recompute-granularity selective --cpu-offloading-num-layers 32 "
+    "--loss-chunk-size 8192 --micro-batch-size 1 --train-iters 1 --lr 1 "
+    "--tokenizer-type NullTokenizer --mock-data"
+).split()
+
+
+def test_what_is_needed_is_the_plan_and_its_reserves():
+    plan = plan_for(FLAGS, nodes=1, gpus_per_node=8)
+    needed = needs_of(plan, on_cpus=False)
+    peak, host = plan.peak.num_bytes / GIB, plan.host.total() / GIB
+    # Inputs and attention outputs of 32 layers, 1 GiB each, and log-sum-exps of 1/64 of that.
+    assert 64 < needed.pinned_gib < 65
+    assert needed.gpus == 8
+    assert needed.gpu_memory_gib == peak + DEVICE_RESERVE_GIB
+    assert needed.host_memory_gib == 8 * (host + HOST_RESERVE_GIB)
+    assert 1 < needed.shared_memory_gib < 3
+    on_cpus = needs_of(plan, on_cpus=True)
+    assert on_cpus.host_memory_gib == pytest.approx(needed.host_memory_gib + 8 * peak)
+    assert (on_cpus.gpus, on_cpus.gpu_memory_gib, on_cpus.pinned_gib) == (0, 0, 0)
+
+
 def test_the_tool_compares_this_machine(capsys, monkeypatch):
     monkeypatch.setattr(check_node, "this_node", lambda: H100_NODE)
-    flags = ["--gpus", "8", "--gpu-memory-gib", "80", "--host-memory-gib", "1830"]
-    with pytest.raises(SystemExit, match=r"^error: this node has 79.6 GiB on each GPU, and 80 "):
-        check_node.main(flags)
-    assert re.search(r"host memory +needed +1,830 +here +1,990.2\n", capsys.readouterr().out)
-    flags[3] = "79"
     with pytest.raises(SystemExit) as done:
-        check_node.main(flags)
+        check_node.main(FLAGS)
     assert done.value.code == 0
+    assert re.search(r"host memory +needed +53\d\S* +here +1,990.2\n", capsys.readouterr().out)
+    small = dataclasses.replace(H100_NODE, host_memory_gib=251.6)
+    monkeypatch.setattr(check_node, "this_node", lambda: small)
+    with pytest.raises(SystemExit, match=r"^error: this node has 251.6 GiB of host memory, and 53"):
+        check_node.main(FLAGS)
+
+
+def test_flags_that_cannot_be_are_one_message(capsys):
+    with pytest.raises(SystemExit) as done:
+        check_node.main([*FLAGS, "--gpus-per-node", "6"])
+    assert done.value.code == 2
+    assert "6 ranks do not divide into tensor parallel 1 x" in capsys.readouterr().err
 
 
 def test_this_machine_can_be_measured():

@@ -5,10 +5,10 @@
 #   bash examples/finetune_8b_1m.sh [--dry-run] [CONVERTED [CHECKPOINTS [TENSORBOARD [TOKENIZER [DATA]]]]] [FLAGS]
 #
 # CONVERTED is checkpoints/llama3-8b by default, TOKENIZER the one in it. Where CHECKPOINTS has one already, it goes on.
+HOST_MEMORY_GIB="${HOST_MEMORY_GIB:-1024}"
 source "$(dirname "$0")/launch.sh"
 read_arguments "$@"
 CONVERTED="${PATHS[0]:-checkpoints/llama3-8b}"
-HOST_MEMORY_GIB=1024
 
 MODEL_ARGS=(--use-checkpoint-args)
 DEFAULT_TOKENIZER="$CONVERTED/tokenizer"

@@ -7,15 +7,15 @@
 # FLAGS are those of pretrain_gpt.py; they come last and win. --dry-run stops after the plan, on any machine.
 #
 # Several nodes: the same command on each, with MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and GPUS_PER_NODE set as
-# torchrun knows them.
+# torchrun knows them. Other nodes: GPU_MEMORY_GIB, of one GPU, and HOST_MEMORY_GIB, of a node.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$ROOT/tools/environment.sh"
 
-# What the launchers are written for; each says where it differs.
+# The nodes that are planned for, unless a launcher or the caller says otherwise.
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
-GPU_MEMORY_GIB=80
-HOST_MEMORY_GIB=2048
+GPU_MEMORY_GIB="${GPU_MEMORY_GIB:-80}"
+HOST_MEMORY_GIB="${HOST_MEMORY_GIB:-2048}"
 DEFAULT_TOKENIZER=MOCK
 
 fail() {
@@ -79,26 +79,21 @@ launch() {
     [[ "$NNODES" == 1 || "$DRY_RUN" == yes || -n "${MASTER_ADDR:-}" ]] ||
         fail "$NNODES nodes meet at MASTER_ADDR, which is not set; give all the name of the node whose NODE_RANK is 0"
     local flags=("$@" "${DATA_ARGS[@]}" "${LOAD_ARGS[@]}" "${OUTPUT_ARGS[@]}" "${FURTHER_ARGS[@]}")
-    plan "${flags[@]}"
+    local nodes=(
+        --nodes "$NNODES" --gpus-per-node "$GPUS_PER_NODE"
+        --gpu-memory-gib "$GPU_MEMORY_GIB" --host-memory-gib "$HOST_MEMORY_GIB"
+    )
     local command=(
         torchrun --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --node-rank "$NODE_RANK"
         --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}"
         "$ROOT/pretrain_gpt.py" "${flags[@]}"
     )
+    # Ends here if such nodes are too small ...
+    python "$ROOT/tools/plan_memory.py" "${nodes[@]}" "${flags[@]}"
     printf '%q ' "${command[@]}"
     echo
     [[ "$DRY_RUN" == no ]] || exit 0
-    preflight "${flags[@]}"
+    # ... or if this one has less than the plan takes.
+    python "$ROOT/tools/check_node.py" "${nodes[@]}" "${flags[@]}"
     exec "${command[@]}"
-}
-
-# What the run takes; ends here if nodes as the launcher has them in mind would be too small.
-plan() {
-    python "$ROOT/tools/plan_memory.py" "$@" --nodes "$NNODES" --gpus-per-node "$GPUS_PER_NODE" \
-        --gpu-memory-gib "$GPU_MEMORY_GIB" --host-memory-gib "$HOST_MEMORY_GIB"
-}
-
-# The same beside what this node has; ends here if it has less.
-preflight() {
-    python "$ROOT/tools/check_node.py" "$@" --nodes "$NNODES" --gpus-per-node "$GPUS_PER_NODE"
 }

@@ -2,12 +2,11 @@
 
     python tools/check_node.py --nodes 1 --gpus-per-node 8 FLAGS
 
-FLAGS are those of pretrain_gpt.py. Needed is what the plan of the run says, found what this process
-may use: a container's limits and shares, not its host's. Exit status 1 where something falls short,
-2 for flags that cannot be.
+FLAGS are those of pretrain_gpt.py; all that plan_memory.py takes can be given. Needed is what its
+plan says, found what this process may use: a container's limits and shares, not its host's. Exit
+status 1 where something falls short, 2 for flags that cannot be.
 """
 
-import argparse
 import os
 import resource
 import sys
@@ -17,17 +16,11 @@ from pathlib import Path
 
 import torch
 
+from megatron_untied.planner.auto import choose, is_automatic
 from megatron_untied.planner.causes import Cause
-from megatron_untied.planner.machine import (
-    DEFAULT_GPU,
-    DEVICE_RESERVE_GIB,
-    GIB,
-    HOST_RESERVE_GIB,
-    Machine,
-    read_gpus,
-)
+from megatron_untied.planner.flags import parse_question
+from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
 from megatron_untied.planner.plan import Plan
-from megatron_untied.training.arguments import parse_arguments, parse_flags
 
 NO_LIMIT = float("inf")
 CAP_IPC_LOCK = 14
@@ -69,34 +62,27 @@ WORDS = {
 """What each amount is called, and what to do where there is too little."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Compare and print; ends with exit code 1 where something falls short."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--gpus-per-node", type=int, default=8)
-    own, flags = parser.parse_known_args(argv)
+def main(argv: Sequence[str]) -> int:
+    """Compare and print; the exit status."""
     try:
-        on_cpus = parse_flags(flags).get("distributed_backend") == "gloo"
-        needed = needs_of(plan_for(flags, own.nodes, own.gpus_per_node), on_cpus=on_cpus)
+        plan = plan_for(argv)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
-    found = this_node()
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    # Without the flag, a machine without GPUs is a mistake.
+    on_cpus = "gloo" in argv or "--distributed-backend=gloo" in argv
+    needed, found = needs_of(plan, on_cpus=on_cpus), this_node()
     print("\n".join(table(needed, found)))
     errors = list(shortfalls(needed, found))
-    sys.exit("\n".join(errors) if errors else 0)
+    print("\n".join(errors), end="\n" * bool(errors), file=sys.stderr)
+    return 1 if errors else 0
 
 
-def plan_for(flags: Sequence[str], nodes: int, gpus_per_node: int) -> Plan:
-    """The plan of a run; how much memory its machine has plays no part."""
-    gpu = read_gpus()[DEFAULT_GPU]
-    machine = Machine(
-        nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu, gpu_memory_gib=gpu.memory_gib
-    )
-    return Plan(parse_arguments(flags, world_size=machine.world_size), machine)
+def plan_for(argv: Sequence[str]) -> Plan:
+    """The plan of the run that the flags describe."""
+    question = parse_question(argv)
+    planned = choose if is_automatic(question.config) else Plan
+    return planned(question.config, question.machine)
 
 
 def needs_of(plan: Plan, *, on_cpus: bool) -> Node:
@@ -185,4 +171,4 @@ def _fields(file: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

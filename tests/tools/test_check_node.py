@@ -66,7 +66,7 @@ FLAGS = (
 
 
 def test_what_is_needed_is_the_plan_and_its_reserves():
-    plan = plan_for(FLAGS, nodes=1, gpus_per_node=8)
+    plan = plan_for(FLAGS)
     needed = needs_of(plan, on_cpus=False)
     peak, host = plan.peak.num_bytes / GIB, plan.host.total() / GIB
     # Inputs and attention outputs of 32 layers, 1 GiB each, and log-sum-exps of 1/64 of that.
@@ -82,21 +82,34 @@ def test_what_is_needed_is_the_plan_and_its_reserves():
 
 def test_the_tool_compares_this_machine(capsys, monkeypatch):
     monkeypatch.setattr(check_node, "this_node", lambda: H100_NODE)
-    with pytest.raises(SystemExit) as done:
-        check_node.main(FLAGS)
-    assert done.value.code == 0
-    assert re.search(r"host memory +needed +53\d\S* +here +1,990.2\n", capsys.readouterr().out)
+    assert check_node.main(FLAGS) == 0
+    said = capsys.readouterr()
+    assert re.search(r"host memory +needed +53\d\S* +here +1,990.2\n", said.out)
+    assert said.err == ""
     small = dataclasses.replace(H100_NODE, host_memory_gib=251.6)
     monkeypatch.setattr(check_node, "this_node", lambda: small)
-    with pytest.raises(SystemExit, match=r"^error: this node has 251.6 GiB of host memory, and 53"):
-        check_node.main(FLAGS)
+    assert check_node.main(FLAGS) == 1
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"error: this node has 251.6 GiB of host memory, and 53.*\n", error)
+
+
+def test_ranks_that_gloo_joins_need_no_gpus(capsys, monkeypatch):
+    laptop = Node(host_memory_gib=30, pinned_gib=0.01, shared_memory_gib=15)
+    monkeypatch.setattr(check_node, "this_node", lambda: laptop)
+    assert check_node.main([*FLAGS, "--distributed-backend", "gloo"]) == 1
+    said = capsys.readouterr()
+    assert re.search(r"^GPUs +needed +0 ", said.out)
+    assert re.fullmatch(r"error: this node has 30 GiB of host memory, and 7.*\n", said.err)
+
+
+def test_settings_left_to_the_planner_are_planned(capsys, monkeypatch):
+    monkeypatch.setattr(check_node, "this_node", lambda: H100_NODE)
+    assert check_node.main([*FLAGS, "--recompute-granularity", "auto"]) == 0
 
 
 def test_flags_that_cannot_be_are_one_message(capsys):
-    with pytest.raises(SystemExit) as done:
-        check_node.main([*FLAGS, "--gpus-per-node", "6"])
-    assert done.value.code == 2
-    assert "6 ranks do not divide into tensor parallel 1 x" in capsys.readouterr().err
+    assert check_node.main([*FLAGS, "--gpus-per-node", "6"]) == 2
+    assert capsys.readouterr().err.startswith("error: 6 ranks do not divide into tensor parallel")
 
 
 def test_this_machine_can_be_measured():

@@ -219,7 +219,7 @@ def test_files_that_are_named_exist(document):
     named = re.findall(
         r"`([\w./]+(?:\.(?:py|sh|sbatch|yaml|txt|md)|/))`|\]\(((?!https:)[^)]+)\)", text
     )
-    folders = ("", "examples", "megatron_untied", "megatron_untied/context_parallel")
+    folders = ("", "docs", "examples", "megatron_untied", "megatron_untied/context_parallel")
     places = [ROOT / folder for folder in folders]
     for path in {code or link for code, link in named}:
         assert any((place / path).exists() for place in places), path

@@ -28,7 +28,7 @@ echo "== corpus, tokenizer, token files"
 if [[ ! -e "$OUT/corpus_text_document.idx" ]]; then
     python tools/build_corpus.py --output "$OUT/corpus.jsonl"
     python tools/train_tokenizer.py --input "$OUT/corpus.jsonl" \
-        --model-prefix "$OUT/tokenizer" --vocab-size $VOCABULARY
+        --model-prefix "$OUT/tokenizer" --vocab-size "$VOCABULARY"
     python tools/preprocess_data.py --input "$OUT/corpus.jsonl" --output-prefix "$OUT/corpus" \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model" \
         --append-eod --workers 2
@@ -60,13 +60,13 @@ BATCH_ARGS=(
     --min-lr 2e-4
     --lr-decay-style cosine
     --lr-warmup-iters 10
-    --lr-decay-iters $ITERATIONS
+    --lr-decay-iters "$ITERATIONS"
     --weight-decay 0.1
     --adam-beta2 0.95
 )
 DATA_ARGS=(
     --data-path "$OUT/corpus_text_document"
-    --split 95,5,0
+    --split "95,5,0"
     --tokenizer-type SentencePieceTokenizer
     --tokenizer-model "$OUT/tokenizer.model"
     --data-cache-path "$OUT/cache"
@@ -89,9 +89,9 @@ train() {
 
 echo "== training"
 rm -rf "$OUT/checkpoints" "$OUT/metrics.jsonl" "$OUT/tensorboard"
-train --train-iters $STOP_AFTER "$@"
+train --train-iters "$STOP_AFTER" "$@"
 echo "== resuming from the checkpoint"
-train --train-iters $ITERATIONS --load "$OUT/checkpoints" "$@"
+train --train-iters "$ITERATIONS" --load "$OUT/checkpoints" "$@"
 
 echo "== result"
 python - "$OUT" <<'PYTHON'

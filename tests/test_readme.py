@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from megatron_untied.planner.flags import own_parser
-from megatron_untied.training.arguments import parse_arguments
+from megatron_untied.training.arguments import parse_arguments, parse_flags
 from megatron_untied.training.flags import FLAGS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +51,7 @@ SMALL_MODEL = " ".join(
 """After --model of a published one."""
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/how_it_works.md",
-             "docs/planner.md")  # fmt: skip
+             "docs/planner.md", "docs/extend_llama_to_1m.md")  # fmt: skip
 WITH_COMMANDS = ("README.md", "CONTRIBUTING.md", "docs/how_it_works.md")
 
 
@@ -108,6 +108,25 @@ def is_a_script(command: str) -> None:
         assert argument == "--slow" or (ROOT / argument).is_dir(), argument
 
 
+def launches(command: str) -> None:
+    """A plan is made. What it is for is read: the launcher exists, and so do the flags."""
+    if command.endswith("--dry-run"):
+        run(command)
+        return
+    words = command.split()
+    launchers = [word for word in words if word.startswith("examples/")]
+    assert launchers
+    for launcher in launchers:
+        assert (ROOT / launcher).is_file(), launcher
+    flags = [word for word in words[words.index(launchers[-1]) :] if word.startswith("--")]
+    parse_flags(words[words.index(flags[0]) :] if flags else [])
+
+
+def builds_the_image(command: str) -> None:
+    assert shlex.split(command)[-1] == "."
+    assert (ROOT / "Dockerfile").is_file()
+
+
 def installs(command: str) -> None:
     """Only what pip would read is checked: an installation takes minutes and a network."""
     for word in shlex.split(command)[2:]:
@@ -127,7 +146,14 @@ def runs_elsewhere(command: str) -> None:
 
 CHECKS = {
     "source tools/environment.sh": run,
-    "bash ": is_a_script,
+    "bash examples/pretrain_tiny.sh": is_a_script,
+    "bash tests/": is_a_script,
+    "bash examples/": launches,
+    "sbatch ": launches,
+    "MASTER_ADDR=": launches,
+    "kubectl create --filename ": launches,
+    "docker build ": builds_the_image,
+    "docker run ": launches,
     "python -m torch.distributed.run ": trains,
     "torchrun ": parses_and_trains_small,
     "python benchmarks/memory_trace.py ": parses_and_traces_small,
@@ -169,6 +195,8 @@ def test_the_readme_says_how_to_install_train_and_test():
     [
         "conda activate megatron",
         "bash examples/no_such_script.sh",
+        "sbatch examples/slurm_multinode.sbatch examples/no_such_script.sh",
+        "bash examples/pretrain_8b_5m.sh --no-such-flag",
         "bash tests/run.sh tests/no_such_folder",
         "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layerz 2",
         "pip install -r no_such_file.txt",
@@ -186,15 +214,18 @@ def test_flags_that_are_named_exist(document):
     named = {word for text in code for word in text.split() if word.startswith("--")}
     known = {name for flags in FLAGS.values() for name, _ in flags}
     planner = set(own_parser()._option_string_actions)
-    assert named <= known | planner | {"--slow", "--help"}
+    assert named <= known | planner | {"--slow", "--help", "--dry-run", "--build-arg"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_that_are_named_exist(document):
     text = (ROOT / document).read_text()
-    named = re.findall(r"`([\w./]+(?:\.(?:py|sh|txt|md)|/))`|\]\(((?!https:)[^)]+)\)", text)
+    named = re.findall(
+        r"`([\w./]+(?:\.(?:py|sh|sbatch|yaml|txt|md)|/))`|\]\(((?!https:)[^)]+)\)", text
+    )
+    folders = ("", "docs", "examples", "megatron_untied", "megatron_untied/context_parallel")
+    places = [ROOT / folder for folder in folders]
     for path in {code or link for code, link in named}:
-        places = [ROOT, ROOT / "megatron_untied", ROOT / "megatron_untied/context_parallel"]
         assert any((place / path).exists() for place in places), path
 
 

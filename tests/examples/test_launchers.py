@@ -1,0 +1,141 @@
+"""The launchers on a machine that has none of their GPUs: their plans, messages and commands."""
+
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+
+from megatron_untied.training.arguments import parse_arguments, parse_flags
+from tests.examples.launching import (
+    EXAMPLES,
+    LAUNCHERS,
+    ROOT,
+    fake_program,
+    run,
+    torchrun_command,
+)
+
+SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch"), *ROOT.glob("tests/*.sh")])
+
+
+def option(options: list[str], name: str) -> str:
+    return options[options.index(name) + 1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_bash_reads_every_script(script):
+    assert run("bash", "-n", script).returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+def test_shellcheck_finds_nothing():
+    flags = ["-x", "-P", "SCRIPTDIR", "-P", ROOT, "-s", "bash", "--severity=warning"]
+    found = run("shellcheck", *flags, *SCRIPTS, ROOT / "tools/environment.sh")
+    assert found.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "nodes", "tokens"),
+    [
+        ("pretrain_8b_5m.sh", 1, 5_242_880),
+        ("pretrain_32b_4m.sh", 2, 4_194_304),
+        ("finetune_8b_1m.sh", 1, 1_048_576),
+    ],
+)
+def test_a_dry_run_plans_for_the_nodes_it_is_meant_for(launcher, nodes, tokens, tmp_path):
+    done = run("bash", EXAMPLES / launcher, "--dry-run", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    command = torchrun_command(done.stdout)
+    ranks = int(option(command.options, "--nnodes")) * int(
+        option(command.options, "--nproc-per-node")
+    )
+    assert ranks == nodes * 8
+    config = parse_arguments(command.flags, world_size=ranks)
+    assert config.parallel.context_parallel_size == ranks
+    assert config.batch.seq_length == tokens
+    assert config.data.mock_data
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def without_plan(tmp_path) -> dict[str, str]:
+    """Variables with which the planner, whose seconds most tests need not spend, agrees."""
+    return {"PATH": fake_program(tmp_path, "python", "exit 0")}
+
+
+def test_paths_and_further_flags_reach_the_ranks(without_plan, tmp_path):
+    paths = ["a b", "board", "t.model", "3 text 7 more"]
+    further = ["--seq-length", "1048576", "--lr", "3e-5", "--dry-run", "--seed", "7"]
+    done = run("bash", EXAMPLES / LAUNCHERS[0], *paths, *further, **without_plan)
+    flags = parse_flags(torchrun_command(done.stdout).flags)
+    assert (flags["save"], flags["load"], flags["tensorboard_dir"]) == ("a b", "a b", "board")
+    assert (flags["tokenizer_type"], flags["tokenizer_model"]) == (
+        "SentencePieceTokenizer",
+        "t.model",
+    )
+    assert flags["data_path"] == ["3", "text", "7", "more"]
+    assert (flags["seq_length"], flags["lr"], flags["seed"]) == (2**20, 3e-5, 7)
+
+
+def test_nodes_meet_where_the_variables_say(without_plan):
+    told = {"MASTER_ADDR": "node4", "MASTER_PORT": "23456", "NODE_RANK": "3", "NNODES": "4"}
+    done = run(
+        "bash", EXAMPLES / LAUNCHERS[1], "--dry-run", GPUS_PER_NODE="4", **told, **without_plan
+    )
+    assert (
+        torchrun_command(done.stdout).options
+        == (
+            "--nnodes 4 --nproc-per-node 4 --node-rank 3 --master-addr node4 --master-port 23456"
+        ).split()
+    )
+
+
+def test_fine_tuning_starts_from_the_converted_checkpoint_and_goes_on_from_its_own(
+    without_plan, tmp_path
+):
+    own = tmp_path / "own"
+    (tmp_path / "converted").mkdir()
+    command = ["bash", EXAMPLES / LAUNCHERS[2], tmp_path / "converted", own, "--dry-run"]
+    first = parse_flags(torchrun_command(run(*command, **without_plan).stdout).flags)
+    assert (first["load"], first["finetune"]) == (str(tmp_path / "converted"), True)
+    assert first["use_checkpoint_args"]
+    assert first["tokenizer_model"] == str(tmp_path / "converted/tokenizer")
+    own.mkdir()
+    (own / "latest_checkpointed_iteration.txt").write_text("20\n")
+    second = parse_flags(torchrun_command(run(*command, **without_plan).stdout).flags)
+    assert (second["load"], "finetune" in second) == (str(own), False)
+    assert second["use_checkpoint_args"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "arguments", "variables", "message"),
+    [
+        (0, ["c", "t", "k", "d", "more"], {}, "'more' is no path that a launcher takes"),
+        (0, ["c", "t", "MOCK", "corpus"], {}, "DATA corpus needs the TOKENIZER that made it"),
+        (1, [], {}, "2 nodes meet at MASTER_ADDR, which is not set"),
+        (2, ["nowhere"], {}, "no checkpoint in nowhere; tools/convert_checkpoint.py"),
+    ],
+)
+def test_a_mistake_is_one_line(launcher, arguments, variables, message):
+    done = run("bash", EXAMPLES / LAUNCHERS[launcher], *arguments, **variables)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"error: {re.escape(message)}.*\n", done.stderr)
+
+
+@pytest.mark.parametrize("status", [1, 2])
+def test_nothing_starts_if_the_planner_objects(status, tmp_path):
+    refuses = fake_program(tmp_path, "python", f'[[ "$*" != *plan_memory.py* ]] || exit {status}')
+    done = run("bash", EXAMPLES / LAUNCHERS[0], PATH=refuses)
+    assert (done.returncode, done.stdout) == (status, "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without GPUs")
+def test_nothing_starts_on_a_node_without_gpus(tmp_path):
+    agrees = f'[[ "$*" == *plan_memory.py* ]] || exec {sys.executable} "$@"'
+    path = fake_program(tmp_path, "python", agrees)
+    done = run("bash", EXAMPLES / LAUNCHERS[0], PATH=path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: this node has 0 GPUs, and 8 are needed; ")
+    assert re.search(r"GiB of host memory +needed +1,7\d\d", done.stdout)

@@ -1,0 +1,60 @@
+"""Print pip constraints that hold torch, and all that was built against it, as the base has them.
+
+    python tools/hold_torch.py requirements.txt > constraints.txt
+
+The base image's torch belongs to its CUDA and NCCL, and transformer-engine, apex and flash-attn to
+its torch; another from an index would break them all. So a base without torch, or with one that
+the requirements were not checked for, is refused.
+"""
+
+import re
+import sys
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+DEFAULT_BASE = "the Dockerfile's default BASE_IMAGE has it"
+
+
+def main(argv: list[str]) -> None:
+    """Constraints of this Python for the requirements file in ``argv``, or one line of error."""
+    pinned = re.search(r"^torch==(.+)$", Path(argv[0]).read_text(), re.M)[1]
+    try:
+        print("\n".join(constraints(distributions(), pinned)))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+def constraints(installed: list[Distribution], pinned: str) -> list[str]:
+    """``name==version`` of torch and of every package that requires it.
+
+    Raises:
+        ValueError: if torch is missing, or its first two numbers are not those of ``pinned``.
+    """
+    versions = {_name(one): one.version for one in installed if "torch" in _needs(one)}
+    torch = versions.get("torch")
+    wanted = ".".join(pinned.split(".")[:2])
+    if torch is None:
+        raise ValueError(
+            f"the base image has no torch, which this image does not install; choose a base with "
+            f"torch {wanted}: {DEFAULT_BASE}"
+        )
+    if torch.split(".")[:2] != wanted.split("."):
+        raise ValueError(
+            f"the base image has torch {torch}, and requirements.txt was checked with {wanted}; "
+            f"choose a base with torch {wanted}: {DEFAULT_BASE}"
+        )
+    return [f"{name}=={version}" for name, version in sorted(versions.items())]
+
+
+def _needs(package: Distribution) -> set[str]:
+    """The package and those it requires without being asked for an extra, by name."""
+    required = (r for r in package.requires or () if "extra ==" not in r)
+    return {_name(package), *(re.match(r"[\w.-]+", r)[0] for r in required)}
+
+
+def _name(package: Distribution) -> str:
+    return re.sub(r"[-_.]+", "-", package.metadata["Name"]).lower()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -131,9 +131,11 @@ def test_rejects_two_sources_of_the_architecture():
         model_of("--model", "qwen3-8b", "--use-checkpoint-args", "--load", "somewhere")
 
 
-def test_an_installed_package_has_the_files():
+@pytest.mark.parametrize("package", ["megatron_untied.presets", "megatron_untied.planner"])
+def test_an_installed_package_has_its_data(package):
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    patterns = settings["tool"]["setuptools"]["package-data"]["megatron_untied.presets"]
-    folder = ROOT / "megatron_untied/presets"
+    patterns = settings["tool"]["setuptools"]["package-data"][package]
+    folder = ROOT / package.replace(".", "/")
     found = {path for pattern in patterns for path in folder.glob(pattern)}
-    assert {path.stem for path in found} == set(preset_names())
+    assert found == set(folder.glob("*.json"))
+    assert found

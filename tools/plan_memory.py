@@ -17,6 +17,8 @@ from rich.console import Console
 
 from megatron_untied.planner.auto import candidates, choose, describe, is_automatic
 from megatron_untied.planner.flags import Question, parse_question
+from megatron_untied.planner.machine import GIB
+from megatron_untied.planner.methods import METHODS, Setting
 from megatron_untied.planner.plan import Plan, longest
 from megatron_untied.planner.report import as_json, print_plan
 from megatron_untied.planner.search import search
@@ -40,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         answer["would_fit_with"] = suggest(plan, console)
     if question.max_context:
         answer["longest"] = say_longest(plan, console)
+    if question.compare:
+        answer["published_methods"] = say_methods(plan, console)
     write(question, answer, plan)
     return 0 if plan.fits else 1
 
@@ -75,6 +79,21 @@ def say_longest(plan: Plan, console: Console) -> dict[str, int]:
         f"longest sequence that fits: {with_host:,} tokens; {on_device:,} if the host had no limit"
     )
     return {"tokens": with_host, "tokens_without_host_limit": on_device}
+
+
+def say_methods(plan: Plan, console: Console) -> dict[str, float]:
+    """Print what published methods would take of a GPU for the same sequence on as many ranks."""
+    geometry, config = plan.geometry, plan.config
+    setting = Setting(
+        model=config.model,
+        seq_length=config.batch.seq_length,
+        num_ulysses=geometry.num_ulysses * geometry.t,
+        num_ring=geometry.num_ring,
+    )
+    found = {name: sum(method(setting).values()) for name, method in METHODS.items()}
+    for name, num_bytes in found.items():
+        console.print(f"{name}, with full sharding: {num_bytes / GIB:.1f} GiB")
+    return found
 
 
 def write(question: Question, answer: dict, plan: Plan) -> None:

@@ -27,6 +27,7 @@ class Question:
     config: RunConfig
     machine: Machine
     max_context: bool
+    compare: bool
     json: str | None
     plot: str | None
 
@@ -47,7 +48,12 @@ def parse_question(argv: Sequence[str]) -> Question:
         host_memory_gib=own.host_memory_gib,
     )
     config = parse_arguments(complete(training), world_size=machine.world_size)
-    said = {"max_context": own.max_context, "json": own.json, "plot": own.plot}
+    said = {
+        "max_context": own.max_context,
+        "compare": own.compare,
+        "json": own.json,
+        "plot": own.plot,
+    }
     return Question(config=config, machine=machine, **said)
 
 
@@ -84,6 +90,9 @@ def own_parser() -> argparse.ArgumentParser:
     )
     built.add_argument(
         "--max-context", action="store_true", help="also the longest sequence that fits"
+    )
+    built.add_argument(
+        "--compare", action="store_true", help="also what published methods would take"
     )
     built.add_argument("--json", metavar="FILE", help="write the plan as JSON; - is stdout, alone")
     built.add_argument("--plot", metavar="FILE.png", help="draw memory over the phases of a step")

@@ -24,10 +24,11 @@ def this_machine(groups: ProcessGroupCollection) -> Machine:
     least = torch.tensor([*here, gpus_per_node], device=device.current_device())
     dist.all_reduce(least, dist.ReduceOp.MIN)
     device_bytes, host_bytes, gpus_per_node = least.tolist()
-    gpus_per_node = min(gpus_per_node, world_size)
+    most = min(gpus_per_node, world_size)
+    gpus_per_node = next(size for size in range(most, 0, -1) if world_size % size == 0)
     return Machine(
         gpus_per_node=gpus_per_node,
-        nodes=-(-world_size // gpus_per_node),
+        nodes=world_size // gpus_per_node,
         gpu=gpu,
         gpu_memory_gib=device_bytes / GIB,
         host_memory_gib=host_bytes / GIB,

@@ -42,7 +42,7 @@ class PlainStep(Step):
         heads = geo.h + 2 * geo.g + geo.h + (geo.h if 1 < geo.g < geo.h else 0)
         heads += geo.h + geo.g if geo.config.model.qk_layernorm else 0
         inner = (5 if geo.config.model.swiglu else 2) * geo.f
-        numel = 4 * own + geo.n * geo.b * (heads * geo.d + inner)
+        numel = self._saved_by_norms * own + geo.n * geo.b * (heads * geo.d + inner)
         return Bytes({Cause.KEPT: num_layers * (numel * geo.itemsize + geo.lse_bytes)})
 
     def _mlp_backward(self) -> Bytes:
@@ -56,6 +56,12 @@ class PlainStep(Step):
         inner = geo.n * geo.b * geo.f * (5 if geo.config.model.swiglu else 2)
         own = geo.n // geo.num_token_parts * geo.b * geo.m
         return Bytes({Cause.KEPT: (inner + 2 * own) * geo.itemsize})
+
+    @property
+    def _saved_by_norms(self) -> int:
+        """In residuals, of both norms: RMSNorm's input and output; LayerNorm's input in fp32."""
+        wide = 4 // self.geometry.itemsize
+        return 2 * (1 + (wide if self.geometry.config.model.normalization == "LayerNorm" else 1))
 
     def _workspace(self, *, backward: bool) -> Bytes:
         buffers = self._backward if backward else self._forward

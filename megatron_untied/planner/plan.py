@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_untied.context_parallel.head_schedule import Turn
 from megatron_untied.planner.causes import Bytes, Cause
 from megatron_untied.planner.geometry import Geometry
 from megatron_untied.planner.host import stash_host_bytes
@@ -55,7 +56,8 @@ class Plan:
         """The highest moment of each phase, in the order of a step."""
         highest: dict[str, Moment] = {}
         for moment in self.moments:
-            if moment.num_bytes > highest.get(moment.phase, moment).num_bytes - 1:
+            before = highest.get(moment.phase)
+            if before is None or moment.num_bytes > before.num_bytes:
                 highest[moment.phase] = moment
         return highest
 
@@ -136,9 +138,12 @@ def _unlike_ranks(geometry: Geometry) -> Iterator[int]:
     """One Ulysses rank of each kind: those whose turns have the same sizes need the same."""
     seen = set()
     for rank in range(geometry.num_ulysses):
-        turns = [chunk[rank] for chunk in geometry.schedule.chunks]
-        kind = tuple((len(t.query), len(t.load), len(t.done), t.buffer, t.pieces) for t in turns)
-        sizes = str([(k[:4], [(p.query_columns, len(p.kv)) for p in k[4]]) for k in kind])
+        sizes = tuple(_sizes(chunk[rank]) for chunk in geometry.schedule.chunks)
         if sizes not in seen:
             seen.add(sizes)
             yield rank
+
+
+def _sizes(turn: Turn) -> tuple:
+    pieces = [(p.query_columns.start, p.query_columns.stop, len(p.kv)) for p in turn.pieces]
+    return len(turn.query), len(turn.load), len(turn.done), turn.buffer, *pieces

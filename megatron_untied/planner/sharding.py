@@ -56,14 +56,14 @@ class ShardedWeights:
         rows = _WIDE * self._rows(*self.units.all)
         return self.at_rest() + Bytes({Cause.GRADIENTS: rows})
 
-    def gradients(self, num_layers_done: int | None, *, output_done: bool = True) -> Bytes:
-        """Gradients of full sharding at rest after ``num_layers_done`` backwards; None is all."""
+    def gradients(self, num_layers_done: int | None) -> Bytes:
+        """Gradients of full sharding at rest: of the output and so many layers; None is all."""
         if not self.is_full or self.is_on_host:
             return Bytes()
         units = self.units
-        done = [units.layer] * (num_layers_done or 0) + [units.output] * output_done
+        done = [units.output, *[units.layer] * (num_layers_done or 0)]
         if num_layers_done is None:
-            done = list(units.all)
+            done = units.all
         return Bytes({Cause.GRADIENTS: _WIDE * self._rows(*done)})
 
     def gathered_forward(self, layer: int) -> Bytes:

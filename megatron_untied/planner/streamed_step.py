@@ -27,12 +27,11 @@ class StreamedStep(Step):
             self.in_forward + self.weights.gathered_forward(layer) + place.kept_forward(layer)
             + self.buffers.forward(layer)
         )  # fmt: skip
-        kept = place.selective and place.lse_on_device(layer)
+        counted = place.selective and place.lse_on_device(layer)  # with what is kept
         attending = rest + self._residual_in_attention + self.tiles.projecting()
-        yield Moment("attention forward", attending + (Bytes() if kept else lse))
-        gone = place.selective
+        yield Moment("attention forward", attending + (Bytes() if counted else lse))
         after = rest + self.residual + self.tiles.after_forward()
-        yield Moment("tiles forward", after + (Bytes() if gone else lse))
+        yield Moment("tiles forward", after + (Bytes() if place.selective else lse))
 
     def backward(self, layer: int) -> Iterator[Moment]:
         """See :class:`Step`."""

@@ -30,17 +30,17 @@ ON_HOST = SELECTIVE + "--no-cp-overlap --cpu-offloading-num-layers 4 "
 TENSOR = "--context-parallel-size 4 --tensor-model-parallel-size 2 --cp-heads-per-chunk 4 "
 FAST = {
     "selective, overlapped": SELECTIVE,
-    "full, one exchange": FULL + "--cp-heads-per-chunk all",
-    "selective on the host": ON_HOST,
     "parked": ON_HOST + "--park-during-attention",
     "groups of full, some on the host": FULL
     + "--recompute-num-layers 3 --num-layers 6 --cpu-offloading-num-layers 4",
     "plain": SHARDED + "--cp-heads-per-chunk 8",
     "distributed optimizer": COMMON
     + "--use-distributed-optimizer --recompute-granularity selective --cp-heads-per-chunk 16",
-    "optimizer on the host": ON_HOST + "--optimizer-cpu-offload --park-during-attention",
 }
 SLOW = {
+    "full, one exchange": FULL + "--cp-heads-per-chunk all",
+    "selective on the host": ON_HOST,
+    "optimizer on the host": ON_HOST + "--optimizer-cpu-offload --park-during-attention",
     "selective, 2 heads a rank": SELECTIVE + "--cp-heads-per-chunk 16",
     "full, parked, nothing kept on the host": FULL + "--park-during-attention",
     "groups of selective": SELECTIVE + "--recompute-num-layers 4 --num-layers 8",

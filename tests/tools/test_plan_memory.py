@@ -69,6 +69,14 @@ def test_writes_json_and_a_picture(tmp_path, capsys):
     assert "fits" in capsys.readouterr().out
 
 
+def test_compares_with_published_methods(capsys):
+    long = [*FITS, "--cpu-offloading-num-layers", "32", "--seq-length", "3145728", "--compare"]
+    assert plan_memory.main(long) == 0
+    said = capsys.readouterr().out
+    assert "Ulysses with tiling, with full sharding: 62.8 GiB" in said  # published: 64.6
+    assert "untied Ulysses as published, with full sharding: 49.3 GiB" in said  # published: 51.1
+
+
 def test_chooses_what_is_automatic(capsys):
     flags = [*FITS, "--cp-heads-per-chunk", "auto", "--recompute-granularity", "auto"]
     assert plan_memory.main(flags) == 0

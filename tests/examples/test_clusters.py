@@ -39,7 +39,9 @@ def test_sbatch_is_asked_for_whole_nodes_with_one_task_each():
 
 
 def test_slurm_starts_the_launcher_on_every_node(folder):
-    answer = '[[ "$*" == "show hostnames node[4-5]" ]] && echo node4 && echo node5'
+    # Whoever stops reading after the first line ends a slow writer.
+    names = "echo node4; sleep 0.2; echo node5"
+    answer = f'[[ "$*" == "show hostnames node[4-5]" ]] && {{ {names}; }}'
     fake_program(folder, "scontrol", answer)
     each = 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done'
     path = fake_program(folder, "srun", each)

@@ -27,24 +27,32 @@ from megatron_untied.planner.search import search
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan, print, answer."""
     try:
-        question = parse_question(sys.argv[1:] if argv is None else argv)
-        plan, chosen = plan_of(question)
+        return answer(parse_question(sys.argv[1:] if argv is None else argv))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def answer(question: Question) -> int:
+    """Print what was asked; the exit status.
+
+    Raises:
+        ValueError: a sequence that the attention kernel cannot index, or flags that cannot be.
+    """
+    plan, chosen = plan_of(question)
     only_json = question.json == "-"
     console = Console(quiet=only_json, highlight=False, width=None if sys.stdout.isatty() else 200)
     if chosen:
         console.print(describe(plan))
     print_plan(plan, console)
-    answer = as_json(plan)
+    found = as_json(plan)
     if not plan.fits:
-        answer["would_fit_with"] = suggest(plan, console)
+        found["would_fit_with"] = suggest(plan, console)
     if question.max_context:
-        answer["longest"] = say_longest(plan, console)
+        found["longest"] = say_longest(plan, console)
     if question.compare:
-        answer["published_methods"] = say_methods(plan, console)
-    write(question, answer, plan)
+        found["published_methods"] = say_methods(plan, console)
+    write(question, found, plan)
     return 0 if plan.fits else 1
 
 
@@ -96,9 +104,9 @@ def say_methods(plan: Plan, console: Console) -> dict[str, float]:
     return found
 
 
-def write(question: Question, answer: dict, plan: Plan) -> None:
+def write(question: Question, found: dict, plan: Plan) -> None:
     """The files that were asked for."""
-    text = json.dumps(answer, indent=2)
+    text = json.dumps(found, indent=2)
     if question.json == "-":
         print(text)
     elif question.json:

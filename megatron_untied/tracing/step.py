@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_untied.context_parallel.kernels.traced import TracedFlashAttention3
 from megatron_untied.model import UntiedGPTModel, build_model
 from megatron_untied.platform.device import current_device
+from megatron_untied.sharding.shards import Shard
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.tracing.fast_fakes import FastFakes
 from megatron_untied.tracing.live_bytes import LiveBytes, Peak
@@ -70,8 +71,11 @@ class StepTracer:
         """Build the learner and do one step."""
         with self.mode, self.live:
             learner = build_learner(self._build_model, self.config, groups)
+            # Of a step that is not the first: megatron-core makes moments at the end of that.
+            shards = list(learner.state.shards.shards(with_moments=True))
             if self.config.optimization.optimizer_cpu_offload:
-                self._keep_on_host(learner)
+                self._keep_on_host(learner, shards)
+            del shards
             model_state_bytes = self.live.num_bytes
             batches = _batches(self.config, groups)
             learner.sharding.zero_grad()
@@ -91,9 +95,9 @@ class StepTracer:
             arena=self.arena,
         )
 
-    def _keep_on_host(self, learner: Learner) -> None:
+    def _keep_on_host(self, learner: Learner, shards: list[Shard]) -> None:
         """Rows, moments and gradients are where the optimizer is: in a trace both are the CPU."""
-        for shard in learner.state.shards.shards(with_moments=True):
+        for shard in shards:
             for tensor in (shard.value, *shard.moments.values()):
                 self.live.move_to_host(tensor)
         for state in learner.sharding.adam.state.values():

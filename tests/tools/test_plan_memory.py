@@ -87,3 +87,9 @@ def test_takes_what_training_asks_for_too():
     """Flags of a training command as they stand."""
     training = "--micro-batch-size 1 --train-iters 5 --lr 1e-4 --tokenizer-type NullTokenizer"
     assert plan_memory.main([*FITS, *training.split(), "--data-path", "somewhere/text"]) == 0
+
+
+def test_a_sequence_that_no_kernel_can_index_is_one_line(capsys):
+    flags = "--model llama3-8b --bf16 --context-parallel-size 8 --recompute-granularity full"
+    assert plan_memory.main([*flags.split(), "--seq-length", str(2**26)]) == 2
+    assert "give more ring ranks" in capsys.readouterr().err

@@ -1,0 +1,84 @@
+r"""Step times of several settings of one run, as ratios: rounds of short runs, one after another.
+
+The seconds of a shared machine say little, and change from minute to minute. So each round runs
+every setting once, and what counts is a setting's time over the first one's in the same round.
+
+    python benchmarks/compare_steps.py --ranks 2 --rounds 5 --run "--num-layers 2 --swiglu \
+        --hidden-size 256 --num-attention-heads 4 --seq-length 16384 --disable-bias-linear \
+        --normalization RMSNorm --context-parallel-size 2 --vocab-size 500 --train-iters 3" \
+        --setting "full=--recompute-granularity full" \
+        --setting "selective=--recompute-granularity selective"
+"""
+
+import argparse
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.progress import track
+
+from megatron_untied.planner.flags import complete
+from megatron_untied.training.metrics import read_metrics
+
+SCRIPT = Path(__file__).parents[1] / "pretrain_gpt.py"
+
+
+def setting(text: str) -> tuple[str, list[str]]:
+    """Parses NAME=FLAGS."""
+    name, _, flags = text.partition("=")
+    return name, shlex.split(flags)
+
+
+def step_seconds(ranks: int, flags: list[str]) -> float:
+    """The median step of one run, its first left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        launcher = "-m torch.distributed.run --standalone --nproc-per-node".split()
+        run = [str(SCRIPT), *complete(flags), "--eval-iters", "0", "--metrics-jsonl", str(metrics)]
+        subprocess.run(
+            [sys.executable, *launcher, str(ranks), *run], check=True, capture_output=True
+        )
+        steps = [line["step_seconds"] for line in read_metrics(metrics) if "lm_loss" in line]
+    return statistics.median(steps[1:])
+
+
+def table(seconds: dict[str, list[float]]) -> str:
+    """Markdown: the median step, and the ratio to the first setting in each round."""
+    lines = [
+        "| setting | median step, s | over the first: median | of all rounds |",
+        "|---|---|---|---|",
+    ]
+    first = next(iter(seconds.values()))
+    for name, its in seconds.items():
+        ratios = [a / b for a, b in zip(its, first, strict=True)]
+        lines.append(
+            f"| {name} | {statistics.median(its):.2f} | {statistics.median(ratios):.3f} | "
+            f"{min(ratios):.3f} to {max(ratios):.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the rounds, print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="processes of a run (2)")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each setting (5)")
+    parser.add_argument("--run", required=True, help="flags of all runs; at least 3 iterations")
+    parser.add_argument(
+        "--setting", type=setting, action="append", required=True, metavar="NAME=FLAGS"
+    )
+    own = parser.parse_args()
+    seconds: dict[str, list[float]] = {name: [] for name, _ in own.setting}
+    for _ in track(range(own.rounds), "rounds"):
+        for name, flags in own.setting:
+            seconds[name].append(step_seconds(own.ranks, [*shlex.split(own.run), *flags]))
+    print(table(seconds))
+
+
+if __name__ == "__main__":
+    main()

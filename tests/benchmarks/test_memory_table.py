@@ -1,0 +1,48 @@
+import json
+
+import pytest
+
+from benchmarks.memory_table import LENGTHS, SETTINGS, SUBJECTS, Case, report
+from megatron_untied.planner.flags import complete
+from megatron_untied.training.arguments import parse_arguments
+
+CASES = [Case(s, length, each) for s in SUBJECTS for length in LENGTHS for each in SETTINGS]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.model)
+def test_flags_are_of_the_run_that_the_line_names(subject, setting):
+    words = Case(subject, "5M", setting).flags.split()
+    assert words[:2] == ["--world-size", str(subject.world_size)]
+    config = parse_arguments(complete(words[2:]), world_size=subject.world_size)
+    assert config.batch.seq_length == 5 * 2**20
+    assert config.model.num_layers == config.memory.cpu_offloading_num_layers == subject.layers
+    assert config.parallel.context_parallel_size == subject.world_size
+    assert config.memory.recompute_granularity in setting
+    assert config.memory.park_during_attention == ("parked" in setting)
+    assert (config.parallel.heads_per_chunk == "all") == ("one exchange" in setting)
+    hidden = config.model.hidden_size
+    assert subject.residual_bytes(2**20) == 2**20 // subject.world_size * hidden * 2
+
+
+def test_a_trace_that_is_there_is_not_made_again(tmp_path):
+    case = CASES[0]
+    file = tmp_path / "llama3-8b_128K_one-exchange_full.json"
+    file.write_text(json.dumps({"peak_device_bytes": 1}))
+    assert case.numbers(tmp_path) == {"peak_device_bytes": 1}
+
+
+def test_bytes_become_gib_and_h():
+    gib = 2**30
+    numbers = {
+        "peak_device_bytes": 20 * gib,
+        "model_state_bytes": 10 * gib,
+        "peak_phase": "loss",
+        "host_bytes": 3 * gib // 2,
+        "attention_forward_calls_per_layer": 1.0,
+        "attention_flops": 12_345_678,
+        "exchange_bytes_per_layer": 15 * gib // 2,
+    }
+    case = Case(SUBJECTS[0], "1M", "untied, selective")  # H is 1 GiB
+    row = "1M | untied, selective | 8192 | 20.00 | 10.00 | loss | 1.5 | 1 | 1.235e+07 | 7.50"
+    assert f"| {row} |\n" in report({case: numbers})

@@ -47,6 +47,10 @@ def check(kernel, mask, s_q, s_k, *, b=2, h=4, g=2, d=8, dtype=torch.float64, de
     for name, x, e in zip(("lse", "out", "dq", "dk", "dv"), results, wanted, strict=True):
         error = (x.cpu().double() - e).abs().max() / e.abs().max().clamp(min=1.0)
         assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
+    if not blind.any():
+        kernel.backward(d_out, q, k, v, out, lse, dq=d_out, dk=dk, dv=dv, mask=mask, scale=SCALE)
+        error = (d_out.cpu().double() - expected_gradients[0]).abs().max()
+        assert error < TOLERANCE[dtype] * expected_gradients[0].abs().max().clamp(min=1.0)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -48,9 +48,9 @@ class MatrixProducts(AttentionKernel):
             row_sums = (do * o).sum(-1).permute(1, 2, 3, 0)  # [b, g, h/g, queries]
             d_weights = torch.einsum("qbgrd,kbgd->bgrqk", do, v[keys])
             d_scores = d_weights.sub_(row_sums[..., None]).mul_(weights).mul_(scale)
-            x.dq[rows] = torch.einsum("bgrqk,kbgd->qbgrd", d_scores, k[keys]).flatten(2, 3)
             dk[keys] += torch.einsum("bgrqk,qbgrd->kbgd", d_scores, q)
             dv[keys] += torch.einsum("bgrqk,qbgrd->kbgd", weights, do)
+            x.dq[rows] = torch.einsum("bgrqk,kbgd->qbgrd", d_scores, k[keys]).flatten(2, 3)
         x.dk.copy_(dk)
         x.dv.copy_(dv)
 

@@ -71,7 +71,7 @@ SUBJECTS = (
         16,
         "--context-parallel-size 16 --cp-comm-type a2a+p2p "
         "--hierarchical-context-parallel-sizes 8 2",
-        ((1, 8192), (4, 16384), (10, 32768)),
+        ((1, 8192), (5, 16384), (10, 32768)),
     ),
 )
 

@@ -27,6 +27,7 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
+from megatron_untied.planner.auto import is_automatic
 from megatron_untied.planner.flags import complete
 from megatron_untied.tracing.step import StepTrace, trace_step
 from megatron_untied.training.arguments import parse_arguments
@@ -46,7 +47,12 @@ def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the step's memory here")
     own, flags = parser.parse_known_args(argv)
     if own.rank not in range(own.world_size):
-        parser.error(f"--rank {own.rank} is not below --world-size {own.world_size}")
+        parser.error(f"--rank {own.rank} is none of the {own.world_size} ranks, 0 and up")
+    for file in filter(None, (own.json, own.plot)):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(str(error))
     return own, flags
 
 
@@ -121,15 +127,18 @@ def draw(trace: StepTrace, title: str):
 def main() -> None:
     """Trace one step and say what it takes."""
     own, flags = parse_own(sys.argv[1:])
+    console, began = Console(), time.perf_counter()
     with errors_in_one_line():
         config = parse_arguments(complete(flags), world_size=own.world_size)
-    console, began = Console(), time.perf_counter()
-    with console.status("tracing a step"):
-        trace = trace_step(config, world_size=own.world_size, rank=own.rank)
+        if is_automatic(config):
+            raise ValueError(
+                "auto is the planner's choice, by the memory of a machine; give what "
+                "tools/plan_memory.py takes with these flags"
+            )
+        with console.status("tracing a step"):
+            trace = trace_step(config, world_size=own.world_size, rank=own.rank)
     print_trace(trace, console)
     console.print(f"traced in {time.perf_counter() - began:.0f} s")
-    for file in filter(None, (own.plot, own.json)):
-        file.parent.mkdir(parents=True, exist_ok=True)
     if own.plot:
         draw(trace, f"rank {own.rank} of {own.world_size}").savefig(own.plot, dpi=150)
     if own.json:

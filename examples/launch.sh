@@ -18,6 +18,14 @@ GPU_MEMORY_GIB="${GPU_MEMORY_GIB:-80}"
 HOST_MEMORY_GIB="${HOST_MEMORY_GIB:-2048}"
 DEFAULT_TOKENIZER=MOCK
 
+# The comments at the top of the launcher and of this file.
+usage() {
+    for script in "$0" "${BASH_SOURCE[0]}"; do
+        sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$script"
+        echo
+    done
+}
+
 fail() {
     echo "error: $*" >&2
     exit 1
@@ -28,7 +36,10 @@ read_arguments() {
     local argument
     DRY_RUN=no PATHS=() FURTHER_ARGS=()
     for argument in "$@"; do
-        if [[ "$argument" == --dry-run ]]; then
+        if [[ "$argument" == --help || "$argument" == -h ]]; then
+            usage
+            exit 0
+        elif [[ "$argument" == --dry-run ]]; then
             DRY_RUN=yes
         elif [[ "$argument" == -* || ${#FURTHER_ARGS[@]} -gt 0 ]]; then
             FURTHER_ARGS+=("$argument")

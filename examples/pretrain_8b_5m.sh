@@ -3,7 +3,7 @@
 #
 #   bash examples/pretrain_8b_5m.sh [--dry-run] [CHECKPOINTS [TENSORBOARD [TOKENIZER [DATA]]]] [FLAGS]
 #
-# With 1 TiB add --recompute-granularity full --recompute-num-layers 4: 640 GiB there, and attention forward twice.
+# With 1 TiB add --recompute-granularity full --recompute-num-layers 4: 606 GiB there, and attention forward twice.
 source "$(dirname "$0")/launch.sh"
 read_arguments "$@"
 name_paths pretrain_8b_5m "${PATHS[@]}"

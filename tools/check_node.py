@@ -70,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     # Without the flag, a machine without GPUs is a mistake.
-    on_cpus = "gloo" in argv or "--distributed-backend=gloo" in argv
+    words = " ".join(argv).replace("--distributed-backend=", "--distributed-backend ")
+    on_cpus = "--distributed-backend gloo" in words
     needed, found = needs_of(plan, on_cpus=on_cpus), this_node()
     print("\n".join(table(needed, found)))
     errors = list(shortfalls(needed, found))

@@ -11,6 +11,7 @@ flags that would make it fit), 2 for flags that cannot be.
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -49,7 +50,7 @@ def answer(question: Question) -> int:
     if not plan.fits:
         found["would_fit_with"] = suggest(plan, console)
     if question.max_context:
-        found["longest"] = say_longest(plan, console)
+        found["longest"] = say_longest(question, plan, console)
     if question.compare:
         found["published_methods"] = say_methods(plan, console)
     write(question, found, plan)
@@ -80,9 +81,13 @@ def suggest(plan: Plan, console: Console) -> list[str] | None:
     return flags
 
 
-def say_longest(plan: Plan, console: Console) -> dict[str, int]:
+def say_longest(question: Question, plan: Plan, console: Console) -> dict[str, int]:
     """Print the longest sequences."""
-    on_device, with_host = (longest(plan, with_host=each) for each in (False, True))
+    # What is left to the planner is chosen anew for every length.
+    plans = [replace(plan, config=each) for each in candidates(question.config, plan.machine)]
+    on_device, with_host = (
+        max(longest(each, with_host=host) for each in plans) for host in (False, True)
+    )
     console.print(
         f"longest sequence that fits: {with_host:,} tokens; {on_device:,} if the host had no limit"
     )

@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from megatron_untied.context_parallel.head_schedule import HeadSchedule, Turn, head_schedule
+from megatron_untied.training.flags import count
 
 
 def span(heads: range) -> str:
@@ -52,18 +53,18 @@ def draw(schedule: HeadSchedule):
 def main(argv: list[str] | None = None) -> None:
     """Schedule, draw, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--heads", type=int, required=True, help="query heads")
-    parser.add_argument("--kv-heads", type=int, required=True, help="key-value heads")
-    parser.add_argument("--ranks", type=int, required=True, help="that trade sequence for heads")
-    parser.add_argument("--heads-per-chunk", type=int, required=True, help="over all ranks")
+    parser.add_argument("--heads", type=count, required=True, help="query heads")
+    parser.add_argument("--kv-heads", type=count, required=True, help="key-value heads")
+    parser.add_argument("--ranks", type=count, required=True, help="that trade sequence for heads")
+    parser.add_argument("--heads-per-chunk", type=count, required=True, help="over all ranks")
     parser.add_argument("--output", type=Path, default=Path("schedule.png"), help="image")
     own = parser.parse_args(argv)
     try:
         schedule = head_schedule(own.heads, own.kv_heads, own.ranks, own.heads_per_chunk)
-    except ValueError as error:
+        own.output.parent.mkdir(parents=True, exist_ok=True)
+        draw(schedule).savefig(own.output, dpi=110)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
-    own.output.parent.mkdir(parents=True, exist_ok=True)
-    draw(schedule).savefig(own.output, dpi=110)
     print(f"wrote {own.output}")
 
 

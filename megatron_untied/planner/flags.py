@@ -1,11 +1,13 @@
 """The command line of a planner: the flags of training, and those that say on what it would run."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from megatron_untied.checkpoint.run_config import read_model_config
 from megatron_untied.planner.machine import DEFAULT_GPU, DEFAULT_HOST_GIB, Machine, read_gpus
-from megatron_untied.training.arguments import parse_arguments, parse_flags, parser
+from megatron_untied.training.arguments import parse_arguments, parse_flags
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.flags import count, real
 
@@ -65,16 +67,23 @@ def complete(training: Sequence[str]) -> list[str]:
         words.append("--mock-data")
     null = given.get("tokenizer_type", "NullTokenizer") == "NullTokenizer"
     if null and not given.keys() & {"vocab_size", "model"}:
-        words += ["--vocab-size", ASSUMED_TOKENS]
+        words += ["--vocab-size", _assumed_tokens(given)]
     return [*words, *training]
+
+
+def _assumed_tokens(given: Mapping[str, Any]) -> str:
+    if not given.keys() >= {"use_checkpoint_args", "load"}:
+        return ASSUMED_TOKENS
+    stored = read_model_config(given["load"], given.get("ckpt_step"))
+    return str(stored.vocab_size - 1)  # the end of document is one more
 
 
 def own_parser() -> argparse.ArgumentParser:
     """A parser of what training has no flags for."""
     built = _Parser(
-        usage="plan_memory.py [these] FLAGS OF TRAINING",
+        usage="%(prog)s [these] FLAGS OF TRAINING",
         allow_abbrev=False,
-        epilog="All flags of pretrain_gpt.py: " + " ".join(parser().format_usage().split()[1:]),
+        epilog="Flags of training: python pretrain_gpt.py --help",
     )
     built.add_argument("--gpus-per-node", type=count, default=8, help="ranks of a node (8)")
     built.add_argument("--nodes", type=count, default=1, help="(1)")

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from functools import cache
 from types import FrameType
 
+import torch
+
 PHASES = {
     ("streaming/layer.py", "attend"): "attention forward",
     ("streaming/layer.py", "finish"): "tiles forward",
@@ -13,12 +15,14 @@ PHASES = {
     ("streaming/layer.py", "_before_attention_backward"): "tiles backward, from attention",
     ("loss/chunked_cross_entropy.py", "chunked_cross_entropy"): "loss",
     ("model.py", "forward"): "between layers, forward",
-    ("training/step.py", "forward_backward"): "between layers, backward",
     ("training/full_sharding.py", "step"): "optimizer step",
     ("megatron-core: optimizer/optimizer.py", "prepare_grads"): "optimizer step",
     ("megatron-core: optimizer/optimizer.py", "step_with_ready_grads"): "optimizer step",
 }
 """By file and function; the innermost on the stack counts."""
+
+BACKWARD = torch.Tensor.backward.__code__
+"""What runs inside it and in none of ``PHASES`` is between the layers, on the way back."""
 
 REBUILD = "streaming/rebuild.py", "rebuild"
 """What runs inside it is a forward again, for a backward."""
@@ -57,8 +61,10 @@ def phase() -> str:
         key = _place(frame.f_code.co_filename), frame.f_code.co_name
         if found is None:
             found = PHASES.get(key)
-        if key == REBUILD:
-            return f"{found}, again" if found else "between layers, backward"
+        if key == REBUILD and found:
+            return f"{found}, again"
+        if frame.f_code is BACKWARD:
+            return found or "between layers, backward"
     return found or "set-up"
 
 

@@ -40,6 +40,8 @@ from megatron_untied.training.vocabulary_flags import model_vocab_size, tokenize
 Values = Mapping[str, Any]
 Config = TypeVar("Config")
 
+A_YEAR_IN_MINUTES = 365 * 24 * 60
+
 NEEDS = {
     "num_query_groups": "group_query_attention",
     "rope_scaling_factor": "use_rope_scaling",
@@ -241,6 +243,11 @@ def _distributed(values: Values, timeout: float) -> DistributedConfig:
             "--distributed-backend nccl needs GPUs, and there are none here; gloo works"
         )
     given = values["distributed_timeout_minutes"]
+    if given is not None and not 0 < given <= A_YEAR_IN_MINUTES:
+        raise ValueError(
+            f"--distributed-timeout-minutes {given} is not above 0 and at most "
+            f"{A_YEAR_IN_MINUTES}, a year; {timeout:.0f} would do for this step"
+        )
     return DistributedConfig(backend=backend, timeout_minutes=given or timeout)
 
 

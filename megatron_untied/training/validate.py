@@ -90,6 +90,11 @@ def _memory(config: RunConfig) -> Iterator[str]:
             f"--cpu-offloading-num-layers {offloaded} is more than --num-layers {layers}; "
             f"{layers} offloads all"
         )
+    if config.memory.recompute_num_layers > layers:
+        yield (
+            f"--recompute-num-layers {config.memory.recompute_num_layers} is more than "
+            f"--num-layers {layers}; {layers} keeps the first layer's input alone"
+        )
 
 
 def _tensor_parallel(config: RunConfig) -> Iterator[str]:

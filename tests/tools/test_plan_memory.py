@@ -93,3 +93,14 @@ def test_a_sequence_that_no_kernel_can_index_is_one_line(capsys):
     flags = "--model llama3-8b --bf16 --context-parallel-size 8 --recompute-granularity full"
     assert plan_memory.main([*flags.split(), "--seq-length", str(2**26)]) == 2
     assert "give more ring ranks" in capsys.readouterr().err
+
+
+def test_the_longest_context_is_what_auto_could_reach_from_any_length(capsys, tmp_path):
+    automatic = FITS + ["--cp-heads-per-chunk", "auto", "--recompute-granularity", "auto"]
+    found = []
+    for length in ("131072", "1048576"):
+        file = tmp_path / f"{length}.json"
+        flags = [*automatic, "--seq-length", length, "--max-context", "--json", str(file)]
+        assert plan_memory.main(flags) == 0
+        found.append(json.loads(file.read_text())["longest"])
+    assert found[0] == found[1]

@@ -34,6 +34,7 @@ SMALL = {
     "--context-parallel-size": "2",
     "--cp-heads-per-chunk": "2",
     "--cpu-offloading-num-layers": "2",
+    "--recompute-num-layers": "2",
     "--sequence-tile-size": "48",
     "--loss-chunk-size": "48",
     "--seq-length": "256",

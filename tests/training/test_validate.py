@@ -57,6 +57,8 @@ from tests.training.command_line import tiny_config
          "--cp-heads-per-chunk 9 is more than the 8 query heads of a tensor-parallel rank; 8 or "),
         (4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "cp_heads_per_chunk": 6},
          "--cp-heads-per-chunk 6 is more than the 4 query heads of a tensor-parallel rank; 4 "),
+        (1, {"recompute_granularity": "full", "recompute_num_layers": 3},
+         "--recompute-num-layers 3 is more than --num-layers 2; 2 keeps the first layer's input"),
         (1, {"recompute_granularity": "full", "cpu_offloading_num_layers": 3},
          "--cpu-offloading-num-layers 3 is more than --num-layers 2; 2 offloads all"),
         (1, {"optimizer_cpu_offload": True},

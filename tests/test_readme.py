@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_untied.planner.flags import own_parser
+from benchmarks.memory_trace import parse_own
+from megatron_untied.planner.flags import complete, own_parser
 from megatron_untied.training.arguments import parse_arguments, parse_flags
 from megatron_untied.training.flags import FLAGS
 
@@ -43,7 +44,6 @@ SMALL = {
 }
 """What a command for eight GPUs becomes on a CPU."""
 
-MOCK = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer"
 SMALL_MODEL = " ".join(
     f"{flag} {SMALL[flag]}"
     for flag in SMALL
@@ -95,8 +95,8 @@ def parses_and_trains_small(command: str) -> None:
 
 def parses_and_traces_small(command: str) -> None:
     words = shlex.split(command)
-    world_size = int(words[words.index("--world-size") + 1])
-    parse_arguments([*words[4:], *MOCK.split()], world_size=world_size)
+    own, flags = parse_own(words[2:])
+    parse_arguments(complete(flags), world_size=own.world_size)
     before = [None, *words[:-1]]
     small = [SMALL.get(flag, word) for flag, word in zip(before, words, strict=True)]
     assert "device peak" in run(" ".join([*small, SMALL_MODEL]))

@@ -18,8 +18,7 @@ import sys
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_untied.context_parallel.layout import SequenceLayout
-from megatron_untied.context_parallel.sequence import SequenceInfo, documents_of
+from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout, documents_of
 from megatron_untied.data.datasets import Datasets, build_datasets
 from megatron_untied.data.tokenizers import build_tokenizer
 from megatron_untied.model import UntiedGPTModel, attention_kernel, build_model

@@ -72,11 +72,11 @@ def places_of_a_step(group, parallel: dict, memory: MemoryConfig) -> tuple[list,
     parallel = ParallelConfig(heads_per_chunk=HEADS_PER_CHUNK, **parallel)
     config, groups = tiny(num_layers=LAYERS), parallel_groups(parallel)
     model = make_model(config, parallel, memory, groups=groups)
-    progress, marked = model.attention_parts.progress, []
+    progress, marked = model.attention_context.progress, []
     mark = progress._mark
     progress._mark = lambda place: (marked.append(place), mark(place))
     progress.begin("iteration 1", LAYERS * attention_units(memory))
-    layout = model.decoder.layers[0].self_attention.parts.layout
+    layout = model.decoder.layers[0].self_attention.context.layout
     shard = {name: layout.shard(x) for name, x in batch(config, 32, 1).items()}
     progress.enter("forward")
     loss = model(**shard)

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_untied.loss.vocabulary_split import VocabularySplit
 from megatron_untied.matmul import accumulation_dtype, add_product_, product
-from megatron_untied.streaming.tiles import GradientSums, tile_backward
+from megatron_untied.tiling import GradientSums, tile_backward
 
 
 def chunked_cross_entropy(

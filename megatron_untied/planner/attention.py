@@ -7,9 +7,9 @@ buffer stays once it is taken, at the largest size that was asked of its name.
 
 from dataclasses import dataclass, field
 
-from megatron_untied.context_parallel.head_schedule import Piece, Turn
+from megatron_untied.context_parallel.head_schedule import ChunkAssignment, KernelCall
 from megatron_untied.context_parallel.kernels import TracedFlashAttention3
-from megatron_untied.context_parallel.kernels.cut import Shape
+from megatron_untied.context_parallel.kernels.split_calls import Shape
 from megatron_untied.planner.geometry import Geometry
 from megatron_untied.planner.stash import Placement
 
@@ -52,8 +52,8 @@ class AttentionBuffers:
             turn = turns[self.rank]
             self._load(index, turns, spare="o")
             if self.geometry.num_ulysses > 1:
-                self._heads(self._set("o", index), len(turn.query))
-            for piece in turn.pieces:
+                self._heads(self._set("o", index), len(turn.query_heads))
+            for piece in turn.kernel_calls:
                 self._ring(piece, turn)
             if self.placement.any_on_host:
                 self._staged("out", "landing", index, turns)
@@ -72,75 +72,80 @@ class AttentionBuffers:
                 self._staged("d_out", "slot", index, turns)
                 self._staged("d_out", "landing", index, turns)
             if self._overlap or self.geometry.num_ring > 1:  # else dQ is written over dO
-                self._heads(self._set("dq", index), len(turn.query))
+                self._heads(self._set("dq", index), len(turn.query_heads))
             self._begin_sums(turn)
-            for piece in turn.pieces:
+            for piece in turn.kernel_calls:
                 self._attend_backward(piece, turn, started)
             self._send_home(index, turns)
         return self
 
-    def _begin_sums(self, turn: Turn) -> None:
-        if turn.load and sums_on_host(self.geometry, self.rank):
+    def _begin_sums(self, turn: ChunkAssignment) -> None:
+        if turn.kv_to_load and sums_on_host(self.geometry, self.rank):
             geo, memory = self.geometry, self.geometry.config.memory
             rows = min(memory.sequence_tile_size * geo.h, geo.n * geo.num_ulysses)
             self.taken["sums_room"] = 2 * rows * geo.b * geo.d * _WIDE
-        elif turn.load:
+        elif turn.kv_to_load:
             for kind in ("dk", "dv"):
-                self._heads(f"{kind}_sum{turn.buffer}", len(turn.load), self._sum_width)
+                self._heads(f"{kind}_sum{turn.kv_buffer}", len(turn.kv_to_load), self._sum_width)
 
-    def _attend_backward(self, piece: Piece, turn: Turn, started: set[int]) -> None:
+    def _attend_backward(self, piece: KernelCall, turn: ChunkAssignment, started: set[int]) -> None:
         self._ring(piece, turn)
-        if started & set(piece.kv) or self._sum_width != self.geometry.itemsize:
+        if started & set(piece.kv_heads) or self._sum_width != self.geometry.itemsize:
             second = ("dk_second", "dv_second") if self.geometry.num_ring > 2 else ()
             for name in ("dk", "dv", *second):
-                self._heads(name, len(piece.kv))
-        started |= set(piece.kv)
+                self._heads(name, len(piece.kv_heads))
+        started |= set(piece.kv_heads)
         self.kernel_bytes = max(self.kernel_bytes, self._scratch(piece) + self.home_bytes)
 
-    def _send_home(self, index: int, turns: tuple[Turn, ...]) -> None:
-        dones = [turn.done for turn in turns]
+    def _send_home(self, index: int, turns: tuple[ChunkAssignment, ...]) -> None:
+        dones = [turn.kv_finished for turn in turns]
         if not any(dones):
             return
         geo, mine = self.geometry, turns[self.rank]
         width = _WIDE if geo.schedule.shares_kv_heads else geo.itemsize
         self.home_bytes = 2 * geo.n * geo.b * geo.g * geo.d * width
         self._own(self._set("do", index), sum(map(len, dones)))
-        if self._sum_width != geo.itemsize or mine.done != mine.load:
+        if self._sum_width != geo.itemsize or mine.kv_finished != mine.kv_to_load:
             for name in ("dk", "dv"):
-                self._heads(name, len(mine.done))
+                self._heads(name, len(mine.kv_finished))
 
     def _load(
-        self, index: int, turns: tuple[Turn, ...], *, spare: str, head_major: tuple[str, ...] = ()
+        self,
+        index: int,
+        turns: tuple[ChunkAssignment, ...],
+        *,
+        spare: str,
+        head_major: tuple[str, ...] = (),
     ) -> None:
         turn = turns[self.rank]
         if self.geometry.num_ulysses > 1:
             for name in head_major:
-                self._heads(self._set(name, index), len(turn.query))
-        self._project("q", self._set("q", index), [len(each.query) for each in turns], spare)
-        if any(each.load for each in turns):
+                self._heads(self._set(name, index), len(turn.query_heads))
+        self._project("q", self._set("q", index), [len(each.query_heads) for each in turns], spare)
+        if any(each.kv_to_load for each in turns):
             for kind in ("k", "v"):
-                loads = [len(each.load) for each in turns]
-                self._project(kind, f"{kind}{turn.buffer}", loads, spare)
+                loads = [len(each.kv_to_load) for each in turns]
+                self._project(kind, f"{kind}{turn.kv_buffer}", loads, spare)
 
     def _project(self, kind: str, name: str, counts: list[int], spare: str) -> None:
         self._heads(name, counts[self.rank])
         if self.geometry.num_ulysses > 1:
             self._own(f"send_{kind}" if self._overlap else spare, sum(counts))
 
-    def _ring(self, piece: Piece, turn: Turn) -> None:
+    def _ring(self, piece: KernelCall, turn: ChunkAssignment) -> None:
         ring = self.geometry.num_ring
         if ring == 1:
             return
         columns = piece.query_columns
         self._heads("ring_total", columns.stop - columns.start, _WIDE)
-        if len(piece.kv) < len(turn.kv):  # some columns of what was loaded together
+        if len(piece.kv_heads) < len(turn.kv_heads):  # some columns of what was loaded together
             for kind in ("k", "v"):
-                self._heads(f"ring_own_{kind}", len(piece.kv))
+                self._heads(f"ring_own_{kind}", len(piece.kv_heads))
         for step in range(1, ring):
             for kind in ("k", "v"):
-                self._heads(f"ring_{kind}{step % 3}", len(piece.kv))
+                self._heads(f"ring_{kind}{step % 3}", len(piece.kv_heads))
 
-    def _staged(self, name: str, use: str, index: int, turns: tuple[Turn, ...]) -> None:
+    def _staged(self, name: str, use: str, index: int, turns: tuple[ChunkAssignment, ...]) -> None:
         """A chunk's slot between host and exchange; see ``streaming/host.py``."""
         borrowed = {
             ("out", "landing"): "q",
@@ -150,13 +155,13 @@ class AttentionBuffers:
         }[name, use]
         own = f"{name}_{use}{index % 2 if self._overlap else 0}"
         borrows = not self._overlap and self.geometry.num_ulysses > 1
-        self._own(borrowed if borrows else own, sum(len(turn.query) for turn in turns))
+        self._own(borrowed if borrows else own, sum(len(turn.query_heads) for turn in turns))
 
-    def _scratch(self, piece: Piece) -> int:
+    def _scratch(self, piece: KernelCall) -> int:
         geo, columns = self.geometry, piece.query_columns
         rows, heads = geo.n * geo.num_ulysses, columns.stop - columns.start
         sizes = {"num_queries": rows, "num_keys": rows, "b": geo.b, "d": geo.d}
-        shape = Shape(**sizes, h=heads, g=len(piece.kv))
+        shape = Shape(**sizes, h=heads, g=len(piece.kv_heads))
         return TracedFlashAttention3().backward_bytes(shape)
 
     @property

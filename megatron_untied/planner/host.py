@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_untied.context_parallel.head_major import HeadMajorShape
+from megatron_untied.context_parallel.exchange import HeadMajorLayout
 from megatron_untied.planner.attention import sums_on_host
 from megatron_untied.planner.geometry import Geometry
 from megatron_untied.planner.stash import Placement
@@ -26,7 +26,7 @@ class _Replay:
         self.geometry, self.rank, self.placement = geometry, rank, Placement(geometry)
         geo, self.arena = geometry, HostArena.for_tracing()
         self.dtype = geo.config.precision.params_dtype
-        self.slots = HeadMajorShape(geo.schedule, geo.n, geo.b, geo.d)
+        self.slots = HeadMajorLayout(geo.schedule, geo.n, geo.b, geo.d)
         self.inputs: dict[int, HostSlot] = {}
         self.outputs: dict[int, list[HostSlot]] = {}
         self.lse: dict[int, list[HostSlot]] = {}
@@ -70,10 +70,10 @@ class _Replay:
             return
         for chunk in geo.schedule.chunks:
             turn = chunk[self.rank]
-            if turn.load:
-                shape = 2, len(turn.load), geo.n * geo.num_ulysses, geo.b, geo.d
-                held[turn.load] = self.arena.reserve(shape, torch.float32)
-            for heads in [heads for heads in held if heads[-1] in turn.done]:
+            if turn.kv_to_load:
+                shape = 2, len(turn.kv_to_load), geo.n * geo.num_ulysses, geo.b, geo.d
+                held[turn.kv_to_load] = self.arena.reserve(shape, torch.float32)
+            for heads in [heads for heads in held if heads[-1] in turn.kv_finished]:
                 held.pop(heads).release()
 
     def _keep_input(self, layer: int) -> None:
@@ -86,7 +86,7 @@ class _Replay:
             self.lse[layer] = [
                 self._reserve_lse(piece.query_columns.stop - piece.query_columns.start)
                 for chunk in self.geometry.schedule.chunks
-                for piece in chunk[self.rank].pieces
+                for piece in chunk[self.rank].kernel_calls
             ]
         return output
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_untied.context_parallel.head_schedule import Turn
+from megatron_untied.context_parallel.head_schedule import ChunkAssignment
 from megatron_untied.planner.causes import Bytes, Cause
 from megatron_untied.planner.geometry import Geometry
 from megatron_untied.planner.host import stash_host_bytes
@@ -135,7 +135,7 @@ def _length_step(plan: Plan) -> int:
 
 
 def _unlike_ranks(geometry: Geometry) -> Iterator[int]:
-    """One Ulysses rank of each kind: those whose turns have the same sizes need the same."""
+    """One Ulysses rank of each kind: those whose chunks have the same sizes need the same."""
     seen = set()
     for rank in range(geometry.num_ulysses):
         sizes = tuple(_sizes(chunk[rank]) for chunk in geometry.schedule.chunks)
@@ -144,6 +144,10 @@ def _unlike_ranks(geometry: Geometry) -> Iterator[int]:
             yield rank
 
 
-def _sizes(turn: Turn) -> tuple:
-    pieces = [(p.query_columns.start, p.query_columns.stop, len(p.kv)) for p in turn.pieces]
-    return len(turn.query), len(turn.load), len(turn.done), turn.buffer, *pieces
+def _sizes(heads: ChunkAssignment) -> tuple:
+    calls = [
+        (call.query_columns.start, call.query_columns.stop, len(call.kv_heads))
+        for call in heads.kernel_calls
+    ]
+    counts = map(len, (heads.query_heads, heads.kv_to_load, heads.kv_finished))
+    return *counts, heads.kv_buffer, *calls

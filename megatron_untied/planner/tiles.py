@@ -24,7 +24,7 @@ class Tiles:
     def projecting(self) -> Bytes:
         """One chunk's queries: the normed tile, two tiles of queries, the rows of the weight."""
         geo = self.geometry
-        heads = max(sum(len(turn.query) for turn in chunk) for chunk in geo.schedule.chunks)
+        heads = max(sum(len(turn.query_heads) for turn in chunk) for chunk in geo.schedule.chunks)
         queries = geo.tile * heads * geo.d
         normed = self._whole + (self._own if geo.num_token_parts > 1 else 0)
         rotated = min(queries, _ROTATED_AT_ONCE) * 4 // geo.itemsize

@@ -86,7 +86,7 @@ class StepTime:
     def exchange(self) -> float:
         """One layer's exchanges, all-to-all and ring."""
         geo = self.geometry
-        loads = sum(len(turn.load) for chunk in geo.schedule.chunks for turn in chunk)
+        loads = sum(len(each.kv_to_load) for chunk in geo.schedule.chunks for each in chunk)
         forwards = 2 if self._memory.recompute_granularity == "full" else 1
         heads = forwards * (2 * geo.h + 2 * loads) + 4 * geo.h + 4 * loads
         token_bytes = geo.n * geo.b * geo.d * geo.itemsize

@@ -11,7 +11,7 @@ PHASES = {
     ("streaming/layer.py", "attend"): "attention forward",
     ("streaming/layer.py", "finish"): "tiles forward",
     ("streaming/layer.py", "_after_attention_backward"): "tiles backward, down to attention",
-    ("context_parallel/untied.py", "backward"): "attention backward",
+    ("context_parallel/ulysses.py", "backward"): "attention backward",
     ("streaming/layer.py", "_before_attention_backward"): "tiles backward, from attention",
     ("loss/chunked_cross_entropy.py", "chunked_cross_entropy"): "loss",
     ("model.py", "forward"): "between layers, forward",
@@ -24,7 +24,7 @@ PHASES = {
 BACKWARD = torch.Tensor.backward.__code__
 """What runs inside it and in none of ``PHASES`` is between the layers, on the way back."""
 
-REBUILD = "streaming/rebuild.py", "rebuild"
+REBUILD = "streaming/recompute.py", "recompute"
 """What runs inside it is a forward again, for a backward."""
 
 _ROOTS = (
@@ -46,8 +46,8 @@ def cause() -> str | None:
         code = frame.f_code
         if code.co_filename.endswith("/torch/distributed/tensor/_sharding_prop.py"):
             return None
-        if code.co_name == "take" and code.co_filename.endswith("workspace.py"):
-            return f"workspace: {frame.f_locals['name']}"
+        if code.co_name == "take" and code.co_filename.endswith("buffer_plan.py"):
+            return f"workspace: {frame.f_locals['buffer'].memory}"
         place = _place(code.co_filename)
         if place is not None and not code.co_name.startswith("<"):  # of a function, as its part
             return f"{place}:{frame.f_lineno} {code.co_name}"

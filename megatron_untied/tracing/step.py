@@ -168,6 +168,6 @@ def _batches(config: RunConfig, groups: ProcessGroupCollection) -> list[Batch]:
 def _sent_bytes(model: nn.Module) -> int:
     """Of all layers' exchanges, and of the ring that they share."""
     attention = [module for module in model.modules() if hasattr(module, "ulysses")]
-    ring = attention[0].parts.ring
+    ring = attention[0].context.ring
     sent = sum(module.ulysses.exchange.counter.sent_bytes for module in attention)
     return sent + (ring.counter.sent_bytes if ring is not None else 0)

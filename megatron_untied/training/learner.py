@@ -35,7 +35,7 @@ class Learner:
     @property
     def progress(self) -> StepProgress:
         """How far the step that is running is."""
-        return unwrap_model(self.model).attention_parts.progress
+        return unwrap_model(self.model).attention_context.progress
 
     @property
     def num_parameters(self) -> int:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_untied.config import ModelConfig, ParallelConfig
-from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.training.config import RunConfig, ScheduleConfig
 
 

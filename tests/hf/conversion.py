@@ -8,7 +8,7 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron_untied.checkpoint import load_checkpoint
-from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.hf import Export, Import
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.initialize import make_groups

@@ -112,9 +112,10 @@ def test_memory_can_be_the_hosts(live):
 
 
 def test_the_cause_of_a_peak_is_named():
-    from megatron_untied.context_parallel.workspace import Workspace
+    from megatron_untied.context_parallel.buffer_plan import Buffer, Workspace
 
     with LiveBytes() as live:
-        buffer = Workspace().take("q", MIB // 4, like=torch.empty(0))
+        queries = Buffer(name="q", memory="q", numel=MIB // 4, dtype=torch.float32)
+        buffer = Workspace().take(queries, torch.device("cpu"))
     assert live.peaks["set-up"].by_cause == {"workspace: q": MIB}
     del buffer

@@ -53,7 +53,11 @@ def watched():
         watch(fsdp, "foreach_all_gather", lambda p, *_: ("start", first(p))),
         watch(fsdp, "foreach_all_gather_copy_out", lambda _, p, *__: ("gather", first(p))),
         watch(fsdp, "foreach_reduce", lambda p, g, *_: ("reduce", first(p), {x.dtype for x in g})),
-        watch(streamed, "layer_forward", lambda layer, *_: ("forward", _unit(layer))),
+        watch(
+            streamed._StreamedLayer,
+            "forward",
+            lambda ctx, x, layer, *_: ("forward", _unit(layer)),
+        ),
         watch(streamed, "layer_backward", lambda layer, *_: ("backward", _unit(layer))),
     ):
         yield seen

@@ -17,7 +17,7 @@ def train_until_one_sleeps(rank: int, sleeper: int, place: tuple, flags: dict) -
     def model_provider(config, groups):
         model = pretrain_gpt.model_provider(config, groups)
         if rank == sleeper:
-            parts = model.attention_parts
+            parts = model.attention_context
             fall_asleep_at(place, parts.kernel, parts.progress)
         return model
 

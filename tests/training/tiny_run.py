@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pretrain_gpt
-from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.training.batch import Batch
 from megatron_untied.training.initialize import Launch, initialize
 from megatron_untied.training.learner import Learner, build_learner

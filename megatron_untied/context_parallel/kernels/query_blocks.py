@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_untied.context_parallel.kernels.cut import Call
+from megatron_untied.context_parallel.kernels.split_calls import Call
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,17 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_untied.context_parallel.kernels.cut import Call, Shape, cut
 from megatron_untied.context_parallel.kernels.flash_attention import FlashAttention3
 from megatron_untied.context_parallel.kernels.mask import Mask
+from megatron_untied.context_parallel.kernels.split_calls import Call, Shape, split_calls
 
 
 class TracedFlashAttention3(FlashAttention3):
     """What :class:`.FlashAttention3` allocates on a Hopper GPU, on any device, real or fake.
 
-    Checks, cuts and counts as the real one. Outputs are left as they are.
+    Checks, splits and counts as the real one. Outputs are left as they are.
     """
 
     name = "flash-attention-3, traced"
@@ -19,14 +20,15 @@ class TracedFlashAttention3(FlashAttention3):
     def __init__(self) -> None:
         super().__init__(_Allocations())
 
+    @override
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        """See :class:`.AttentionKernel`."""
         return None
 
     def backward_bytes(self, shape: Shape) -> int:
         """Most that one call of a causal backward of ``shape`` allocates for itself."""
-        return max(self._call_bytes(call, shape.d) for call in cut(shape, Mask(), self.limits))
+        calls = split_calls(shape, Mask(), self.limits)
+        return max(self._call_bytes(call, shape.d) for call in calls)
 
     def _call_bytes(self, call: Call, d: int) -> int:
         def some(samples: slice, rows: slice, heads: slice) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 
 import megatron_untied
 from megatron_untied.context_parallel.kernels import ATTENTION_BACKENDS, choose_kernel
-from megatron_untied.context_parallel.kernels.choice import KERNELS
 from megatron_untied.context_parallel.kernels.cudnn import Cudnn
 from megatron_untied.context_parallel.kernels.flash_attention import FlashAttention3, TorchFlash
+from megatron_untied.context_parallel.kernels.registry import KERNELS
 
 CPU = torch.device("cpu")
 FP32 = {"dtype": torch.float32, "head_width": 64}

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_untied.context_parallel.all_to_all import HeadExchange, blocks
+from megatron_untied.context_parallel.exchange import HeadExchange, blocks
 from tests.distributed import run_on_ranks
 
 
@@ -18,7 +18,7 @@ def check_element_identity(group, n, b, d, heads):
 
     mine = heads[group.rank()]
     receive = torch.full((p * n, b, mine, d), -1)
-    wait(exchange.to_heads(send, receive, heads, n * b * d))
+    exchange.to_heads(send, receive, heads).wait()
     for index in torch.cartesian_prod(*map(torch.arange, receive.shape)) if mine else []:
         s, i, head, dim = index.tolist()
         expected = (s // n) * 10**8 + (s % n) * 10**6 + i * 10**5
@@ -26,13 +26,8 @@ def check_element_identity(group, n, b, d, heads):
         assert receive[s, i, head, dim] == expected
 
     back = torch.full_like(send, -1)
-    wait(exchange.to_sequence(receive, back, heads, n * b * d))
+    exchange.to_sequence(receive, back, heads).wait()
     assert torch.equal(back, send)
-
-
-def wait(work):
-    if work is not None:
-        work.wait()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How a call is cut: integers, at sizes that no test could compute."""
+"""How attention is split into calls: integers, at sizes that no test could compute."""
 
 from itertools import pairwise
 
@@ -8,10 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_untied.context_parallel.kernels import Mask, Segments
-from megatron_untied.context_parallel.kernels.cut import INDEX_LIMIT, Limits, Shape, cut
 from megatron_untied.context_parallel.kernels.flash_attention import (
     FlashAttention2,
     FlashAttention3,
+)
+from megatron_untied.context_parallel.kernels.split_calls import (
+    INDEX_LIMIT,
+    Limits,
+    Shape,
+    split_calls,
 )
 
 ANY = Limits(dtypes=(torch.float32,))
@@ -27,14 +32,14 @@ def parts(calls):
 
 
 def test_one_call_where_everything_fits():
-    (call,) = cut(shape(1000, b=3), Mask(window=7), ANY)
+    (call,) = split_calls(shape(1000, b=3), Mask(window=7), ANY)
     assert (call.samples, call.heads, call.kv_heads) == (slice(0, 3), slice(0, 4), slice(0, 1))
     assert (call.queries, call.keys) == (slice(0, 1000), slice(0, 1000))
     assert (call.causal, call.window, call.run) == (True, 7, None)
 
 
-def test_a_kernel_with_64_bit_addresses_is_never_cut():
-    assert len(cut(shape(1 << 24, b=8), Mask(), ANY)) == 1
+def test_a_kernel_with_64_bit_addresses_is_never_split():
+    assert len(split_calls(shape(1 << 24, b=8), Mask(), ANY)) == 1
 
 
 FIVE_MI = 5 << 20
@@ -42,8 +47,8 @@ FIVE_MI = 5 << 20
 
 def test_flash_attention_3_takes_all_heads_but_one_sample_at_a_time():
     limits = FlashAttention3.limits
-    assert len(cut(shape(FIVE_MI, h=32, g=8), Mask(), limits)) == 1
-    assert parts(cut(shape(FIVE_MI, b=2, h=32, g=8), Mask(), limits)) == [
+    assert len(split_calls(shape(FIVE_MI, h=32, g=8), Mask(), limits)) == 1
+    assert parts(split_calls(shape(FIVE_MI, b=2, h=32, g=8), Mask(), limits)) == [
         (0, 1, 0, 8),
         (1, 2, 0, 8),
     ]
@@ -51,10 +56,10 @@ def test_flash_attention_3_takes_all_heads_but_one_sample_at_a_time():
 
 def test_flash_attention_2_takes_as_many_heads_as_it_can_count():
     # 5 Mi x 128 x 2 heads are 1.34e9 elements; 4 heads would be above 2^31.
-    calls = cut(shape(FIVE_MI, b=2, h=6, g=3), Mask(), FlashAttention2.limits)
+    calls = split_calls(shape(FIVE_MI, b=2, h=6, g=3), Mask(), FlashAttention2.limits)
     assert parts(calls) == [(i, i + 1, j, j + 1) for i in range(2) for j in range(3)]
     assert [call.heads for call in calls[:3]] == [slice(0, 2), slice(2, 4), slice(4, 6)]
-    assert parts(cut(shape(FIVE_MI // 2, h=6, g=3), Mask(), FlashAttention2.limits)) == [
+    assert parts(split_calls(shape(FIVE_MI // 2, h=6, g=3), Mask(), FlashAttention2.limits)) == [
         (0, 1, 0, 3),
     ]
 
@@ -62,17 +67,17 @@ def test_flash_attention_2_takes_as_many_heads_as_it_can_count():
 def test_the_boundary_counts_padding():
     fits = INDEX_LIMIT // 128 - 128 - 1  # one block of padding
     limits = FlashAttention3.limits
-    assert len(cut(shape(fits), Mask(), limits)) == 1
+    assert len(split_calls(shape(fits), Mask(), limits)) == 1
     with pytest.raises(ValueError, match=r"give more ring ranks"):
-        cut(shape(fits + 1), Mask(), limits)
+        split_calls(shape(fits + 1), Mask(), limits)
     with pytest.raises(ValueError, match=r"kernel counts below 2147483648"):
-        cut(shape(fits, d=136), Mask(), limits)  # padded to 192 inside
+        split_calls(shape(fits, d=136), Mask(), limits)  # padded to 192 inside
 
 
 def test_heads_of_one_key_value_head_stay_together():
     message = r"5243008 rows x 128 channels x 4 heads .* fewer --cp-heads-per-chunk or more ring"
     with pytest.raises(ValueError, match=message):
-        cut(shape(FIVE_MI), Mask(), FlashAttention2.limits)
+        split_calls(shape(FIVE_MI), Mask(), FlashAttention2.limits)
 
 
 @st.composite
@@ -102,10 +107,10 @@ def test_runs_are_the_segments_with_both_sides(its):
 
 def test_a_sample_without_gaps_is_one_call_of_a_joining_kernel():
     its = Segments.of((0, 3, 4, 9))
-    (call,) = cut(shape(9), Mask(segments=(its,)), JOINING)
+    (call,) = split_calls(shape(9), Mask(segments=(its,)), JOINING)
     assert call.run.queries == (0, 3, 4, 9)
     assert call.run.longest == (5, 5)
-    assert len(cut(shape(9), Mask(segments=(its,)), ANY)) == 3
+    assert len(split_calls(shape(9), Mask(segments=(its,)), ANY)) == 3
 
 
 def test_cumulative_lengths_start_at_0_and_are_made_once():

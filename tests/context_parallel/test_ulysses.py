@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from megatron_untied.config import RotaryConfig
-from megatron_untied.context_parallel.attend import LocalAttention
+from megatron_untied.context_parallel.buffer_plan import Workspace
 from megatron_untied.context_parallel.head_schedule import head_schedule, legal_heads_per_chunk
-from megatron_untied.context_parallel.kernels import CpuFlash, Mask, Segments
-from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.context_parallel.kernels import CpuFlash, Mask, Qkv, Segments
 from megatron_untied.context_parallel.self_attention import attention_backward, attention_forward
-from megatron_untied.context_parallel.untied import UntiedUlysses
-from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.context_parallel.sequence import SequenceLayout
+from megatron_untied.context_parallel.ulysses import LocalAttention, UntiedUlysses
 from megatron_untied.rope import RotaryTable
 from tests.context_parallel import reference
 from tests.context_parallel.kernels import plain
@@ -36,20 +35,18 @@ def check_against_reference(group, h, g, n, b, overlap, mask):
     expected, _ = plain.attention(*map(reference.rotate, leaves[:2]), leaves[2], mask, scale)
     gradients = torch.autograd.grad(expected, leaves, d_out)
 
-    attend = LocalAttention(CpuFlash(), mask, scale)
+    attention = LocalAttention(CpuFlash(), mask)
     positions = SequenceLayout(num_ulysses=p, rank=group.rank()).positions(n)
     rotary = RotaryTable(RotaryConfig(), D).at(positions)
     workspace = Workspace()
-    mine = [rank_shard(x, group) for x in (q, k, v)]
+    mine = Qkv(*(rank_shard(x, group) for x in (q, k, v)))
     for chunk in legal_heads_per_chunk(h, p):
         schedule = head_schedule(h, g, p, chunk, overlap=overlap)
         ulysses = UntiedUlysses(schedule, D, group, workspace)
-        out, lse = attention_forward(*mine, *rotary, ulysses, attend)
-        got = attention_backward(
-            rank_shard(d_out, group), *mine, out, lse, *rotary, ulysses, attend
-        )
+        y = attention_forward(mine, rotary, ulysses, attention)
+        got = attention_backward(rank_shard(d_out, group), mine, y, rotary, ulysses, attention)
         for name, x, e in zip(
-            ("out", "dq", "dk", "dv"), (out, *got), (expected, *gradients), strict=True
+            ("out", "dq", "dk", "dv"), (y[0], *got), (expected, *gradients), strict=True
         ):
             error = (x - rank_shard(e, group)).abs().max() / e.abs().max()
             assert error < TOLERANCE, f"{name}, chunk {chunk}: {error:.1e}"
@@ -81,14 +78,13 @@ def check_rounding_does_not_grow(group):
     gradients = torch.autograd.grad(expected, leaves, d_out.double())
     positions = SequenceLayout(num_ulysses=p, rank=group.rank()).positions(n)
     rotary = RotaryTable(RotaryConfig(), D).at(positions)
-    attend = LocalAttention(CpuFlash(), Mask(), D**-0.5)
-    mine = [rank_shard(x, group) for x in (q, k, v)]
+    attention = LocalAttention(CpuFlash(), Mask())
+    mine = Qkv(*(rank_shard(x, group) for x in (q, k, v)))
     errors = []
     for chunk in (p * h // p, 2 * p, p):
         ulysses = UntiedUlysses(head_schedule(h, g, p, chunk), D, group, Workspace())
-        out, lse = attention_forward(*mine, *rotary, ulysses, attend)
-        d_mine = rank_shard(d_out, group)
-        got = attention_backward(d_mine, *mine, out, lse, *rotary, ulysses, attend)
+        y = attention_forward(mine, rotary, ulysses, attention)
+        got = attention_backward(rank_shard(d_out, group), mine, y, rotary, ulysses, attention)
         differences = zip(got, gradients, strict=True)
         errors.append([(x - rank_shard(e, group)).square().mean().sqrt() for x, e in differences])
     single, *chunked = errors
@@ -106,13 +102,13 @@ def check_buffers_are_reused(group):
     workspace, d = Workspace(), 4
     schedule = head_schedule(8, 2, group.size(), group.size())
     ulysses = UntiedUlysses(schedule, d, group, workspace)
-    attend = LocalAttention(CpuFlash(), Mask(), 0.5)
+    attention = LocalAttention(CpuFlash(), Mask())
     rotary = RotaryTable(RotaryConfig(), d).at(torch.arange(6))
     allocations = []
     for _ in range(3):
-        q, k, v = (torch.randn(6, 1, heads, d) for heads in (8, 2, 2))
-        out, lse = attention_forward(q, k, v, *rotary, ulysses, attend)
-        attention_backward(out, q, k, v, out, lse, *rotary, ulysses, attend)
+        x = Qkv(*(torch.randn(6, 1, heads, d) for heads in (8, 2, 2)))
+        y = attention_forward(x, rotary, ulysses, attention)
+        attention_backward(y[0], x, y, rotary, ulysses, attention)
         allocations.append((workspace.num_allocations, workspace.num_bytes))
     assert allocations[0] == allocations[1] == allocations[2]
 
@@ -122,26 +118,24 @@ def test_buffers_are_allocated_once():
 
 
 def check_models_do_not_disturb_each_other(group):
-    attend = LocalAttention(CpuFlash(), Mask(), 0.5)
+    attention = LocalAttention(CpuFlash(), Mask())
     rotary = RotaryTable(RotaryConfig(), 4).at(torch.arange(6))
     calls = []
     for h, g in ((8, 2), (6, 6)):
         schedule = head_schedule(h, g, 2, 2, overlap=True)
         ulysses = UntiedUlysses(schedule, 4, group, Workspace())
-        q, k, v = (torch.randn(6, 1, heads, 4) for heads in (h, g, g))
-        calls.append((q, k, v, ulysses))
+        x = Qkv(*(torch.randn(6, 1, heads, 4) for heads in (h, g, g)))
+        calls.append((x, ulysses))
 
-    def alone(call):
-        *qkv, ulysses = call
-        out, lse = attention_forward(*qkv, *rotary, ulysses, attend)
-        return out, attention_backward(out, *qkv, out, lse, *rotary, ulysses, attend)
+    def alone(x, ulysses):
+        y = attention_forward(x, rotary, ulysses, attention)
+        return y[0], attention_backward(y[0], x, y, rotary, ulysses, attention)
 
-    expected = [alone(call) for call in calls]
-    forwards = [attention_forward(*c[:3], *rotary, c[3], attend) for c in calls]
-    for call, (out, lse), (e_out, e_grads) in zip(calls, forwards, expected, strict=True):
-        *qkv, ulysses = call
-        grads = attention_backward(out, *qkv, out, lse, *rotary, ulysses, attend)
-        assert torch.equal(out, e_out)
+    expected = [alone(*call) for call in calls]
+    forwards = [attention_forward(x, rotary, ulysses, attention) for x, ulysses in calls]
+    for (x, ulysses), y, (e_out, e_grads) in zip(calls, forwards, expected, strict=True):
+        grads = attention_backward(y[0], x, y, rotary, ulysses, attention)
+        assert torch.equal(y[0], e_out)
         assert all(map(torch.equal, grads, e_grads))
 
 

@@ -51,7 +51,13 @@ def choose_kernel(
 ) -> AttentionKernel:
     """The first kernel of ``backend`` that this device has and that can do what the model needs.
 
-    Its ``name`` says which; ``documents`` says whether attention stays inside documents.
+    Args:
+        backend: Megatron's name of a family of kernels, or the name of one.
+        device: where it is to run.
+        dtype: of q, k and v.
+        head_width: channels per head (d).
+        window: keys that a query sees, if they are limited.
+        documents: whether attention stays inside documents.
 
     Raises:
         ValueError: if there is none, with what each one lacks.

@@ -1,12 +1,16 @@
-"""Cuts what is asked of a kernel into calls that it can take: integers only."""
+"""Splits attention into calls that a kernel can take: integers only."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_untied.context_parallel.kernels.mask import Mask, Run
+from megatron_untied.context_parallel.kernels.tensors import Qkv, QkvGrads
+
+Triple = TypeVar("Triple", Qkv, QkvGrads)
 
 INDEX_LIMIT = 1 << 31
 """Kernels that multiply sizes in 32 bits compute wrong addresses from here on."""
@@ -70,7 +74,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Sizes of what is asked for: q [s_q, b, h, d], k and v [s_k, b, g, d]."""
+    """Sizes of one attention: q [s_q, b, h, d], k and v [s_k, b, g, d]."""
 
     num_queries: int
     num_keys: int
@@ -80,17 +84,17 @@ class Shape:
     d: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor) -> "Shape":
-        """The sizes of q and k, whose h / g must be whole."""
-        (num_queries, b, h, d), (num_keys, _, g, _) = q.shape, k.shape
+    def of(cls, x: Qkv) -> "Shape":
+        """The sizes of q, k and v; g must divide h."""
+        (num_queries, b, h, d), (num_keys, _, g, _) = x.q.shape, x.k.shape
         assert h % g == 0, f"{h} query heads do not share {g} key-value heads evenly"
-        assert k.shape == (num_keys, b, g, d), (q.shape, k.shape)
+        assert x.k.shape == x.v.shape == (num_keys, b, g, d), [y.shape for y in x]
         return cls(num_queries=num_queries, num_keys=num_keys, b=b, h=h, g=g, d=d)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call of a kernel: which part of the tensors it is for, never an empty one."""
+    """One call of a kernel, and the part of the tensors it is for, which is never empty."""
 
     samples: slice
     heads: slice
@@ -99,26 +103,30 @@ class Call:
     keys: slice
     causal: bool
     window: int | None
+    scale: float
     run: Run | None
-    """Several segments of one sample, by cumulative lengths; None is one segment a sample."""
+    """Several segments of one sample, by cumulative lengths; None is one segment per sample."""
 
     def of_queries(self, x: Tensor) -> Tensor:
         """Its part of [s_q, b, h, d]."""
         return x[self.queries, self.samples, self.heads]
 
-    def of_keys(self, x: Tensor) -> Tensor:
-        """Its part of [s_k, b, g, d]."""
-        return x[self.keys, self.samples, self.kv_heads]
-
     def of_lse(self, lse: Tensor) -> Tensor:
         """Its part of [b, h, s_q]."""
         return lse[self.samples, self.heads, self.queries]
 
+    def of(self, x: Triple) -> Triple:
+        """Its part of q, k and v, or of their gradients."""
+        q, *keys_and_values = x
+        parts = (y[self.keys, self.samples, self.kv_heads] for y in keys_and_values)
+        return type(x)(self.of_queries(q), *parts)
 
-def cut(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
+
+def split_calls(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
     """The calls that together are attention of ``shape`` under ``mask``.
 
-    Segments without queries or without keys are in none of them.
+    Segments without queries or without keys are in none of them. The scale of scores is the
+    mask's, or 1 / sqrt(d).
 
     Raises:
         ValueError: if a single head, or the heads of one key-value head, are too much for a call.
@@ -139,6 +147,7 @@ def cut(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
                     keys=keys,
                     causal=mask.causal,
                     window=mask.window,
+                    scale=shape.d**-0.5 if mask.scale is None else mask.scale,
                     run=run,
                 )
             )

@@ -5,10 +5,16 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from megatron_untied.context_parallel.kernels import CpuFlash, Mask
-from megatron_untied.context_parallel.layout import SequenceLayout
-from megatron_untied.context_parallel.workspace import Workspace
-from megatron_untied.context_parallel.zigzag import InOrder, megatron_blocks
+from megatron_untied.context_parallel.buffer_plan import Workspace
+from megatron_untied.context_parallel.kernels import (
+    Attended,
+    CpuFlash,
+    Mask,
+    Qkv,
+    QkvGrads,
+)
+from megatron_untied.context_parallel.sequence import SequenceLayout
+from megatron_untied.megatron_lm.zigzag import ZigzagReorder, megatron_blocks
 from tests.distributed import run_on_ranks
 
 SHAPES = {"q": 4, "k": 2, "v": 2, "d_out": 4}
@@ -51,23 +57,23 @@ def test_results_are_those_in_order_of_position(num_ranks, window):
         name: torch.randn(4 * num_ranks, 2, heads, 8, generator=generator)
         for name, heads in SHAPES.items()
     }
-    how = {"mask": Mask(window=window), "scale": 0.3}
-    expected = run(kernel, whole, how)
+    mask = Mask(window=window, scale=0.3)
+    expected = run(kernel, whole, mask)
     arrived = {name: as_they_arrive(x, num_ranks) for name, x in whole.items()}
     for _ in range(2):  # in the same buffers
-        found = run(InOrder(kernel, num_ranks, workspace), arrived, how)
+        found = run(ZigzagReorder(kernel, num_ranks, workspace), arrived, mask)
         allocations = workspace.num_allocations
         assert torch.equal(found.pop("lse"), expected["lse"])
         for name, x in found.items():
             assert torch.equal(x, as_they_arrive(expected[name], num_ranks)), name
-    run(InOrder(kernel, num_ranks, workspace), arrived, how)
+    run(ZigzagReorder(kernel, num_ranks, workspace), arrived, mask)
     assert workspace.num_allocations == allocations
 
 
-def run(kernel, tensors, how):
-    q, k, v, d_out = tensors.values()
-    out = torch.empty_like(q)
-    lse = kernel.forward(q, k, v, out=out, **how)
-    gradients = {f"d{name}": torch.empty_like(tensors[name]) for name in "qkv"}
-    kernel.backward(d_out, q, k, v, out, lse, **gradients, **how)
-    return {"out": out, "lse": lse} | gradients
+def run(kernel, tensors, mask):
+    *qkv, d_out = tensors.values()
+    x, out = Qkv(*qkv), torch.empty_like(qkv[0])
+    lse = kernel.forward(x, out=out, mask=mask)
+    into = QkvGrads(*map(torch.empty_like, x))
+    kernel.backward(d_out, x, Attended(out, lse), into=into, mask=mask)
+    return {"out": out, "lse": lse} | into._asdict()

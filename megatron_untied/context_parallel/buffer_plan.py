@@ -1,0 +1,406 @@
+"""Device memory of attention: how large each buffer is, and which buffers are one memory.
+
+Plans are integers, made from the head schedule, and their fields are the only names that buffers
+have. A :class:`Workspace` holds the memory: made once, used again by every chunk, layer and step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_untied.context_parallel.head_schedule import ChunkAssignment, HeadSchedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """One use of device memory. All uses of one ``memory`` share it; it is as large as the largest.
+
+    ``because``: where it is another buffer's memory, why neither is written while the other is
+    still to be read.
+    """
+
+    name: str
+    memory: str
+    numel: int
+    dtype: torch.dtype
+    because: str = ""
+
+    def lend(self, name: str, numel: int, *, because: str) -> "Buffer":
+        """Another use of the same memory."""
+        return replace(self, name=name, numel=numel, because=because)
+
+
+Pair = tuple[Buffer, Buffer]
+"""One of keys or dK, one of values or dV."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What the buffers of one attention call depend on. Letters are those of the package."""
+
+    schedule: HeadSchedule
+    rank: int
+    """Among the a Ulysses ranks."""
+    n: int
+    b: int
+    d: int
+    dtype: torch.dtype
+    num_ring: int = 1
+
+    @property
+    def num_ulysses(self) -> int:
+        """Ranks that trade tokens for heads (a)."""
+        return len(self.schedule.chunks[0])
+
+    @property
+    def mine(self) -> list[ChunkAssignment]:
+        """The heads of this rank, chunk by chunk."""
+        return self.schedule.of_rank(self.rank)
+
+    @property
+    def sums_kv(self) -> bool:
+        """Whether the gradient of a key or value is a sum of several kernel calls."""
+        return self.num_ring > 1 or self.schedule.kv_heads_in_many_chunks(self.rank)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of dK and dV before they are sent home: wide if they are sums, so no error adds up."""
+        return torch.promote_types(self.dtype, torch.float32) if self.sums_kv else self.dtype
+
+    def sequence_sharded(self, name: str, heads: int, dtype: torch.dtype | None = None) -> Buffer:
+        """A flat buffer of n * b * heads * d elements."""
+        numel = self.n * self.b * heads * self.d
+        return Buffer(name=name, memory=name, numel=numel, dtype=dtype or self.dtype)
+
+    def head_sharded(self, name: str, heads: int, dtype: torch.dtype | None = None) -> Buffer:
+        """A buffer [s/r, b, heads, d]; s/r = a * n."""
+        return self.sequence_sharded(name, self.num_ulysses * heads, dtype)
+
+    def of_query_heads(self, name: str) -> tuple[Buffer, ...]:
+        """Buffers [s/r, b, u/a, d] that chunks use in turn: one, or with overlap two.
+
+        With overlap a chunk arrives while the one before is in use.
+        """
+        heads = [len(each.query_heads) for each in self.mine]
+        if not self.schedule.overlap:
+            return (self.head_sharded(name, max(heads)),)
+        sets = [heads[i::2] for i in range(min(2, len(heads)))]
+        return tuple(self.head_sharded(f"{name}{i}", max(each)) for i, each in enumerate(sets))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadBuffers:
+    """Where a chunk's q, k, v arrive, and what they are sent from."""
+
+    q: tuple[Buffer, ...]  # [s/r, b, u/a, d], by chunk
+    kv: tuple[Pair, ...]  # [s/r, b, key-value heads that arrive together, d], by kv_buffer
+    send_q: Buffer  # flat: [n, b, heads of Ulysses rank i, d] for i = 0, 1, ...
+    send_kv: Pair
+
+    @classmethod
+    def plan(cls, sizes: Sizes, idle: Buffer) -> "LoadBuffers":
+        """``idle`` is a buffer that nothing writes before a chunk has arrived."""
+        chunks, loads = sizes.schedule.chunks, kv_loads(sizes)
+        send_q, send_k, send_v = (
+            sizes.sequence_sharded(name, max(sum(map(len, heads)) for heads in all_ranks))
+            for name, all_ranks in (
+                ("send_q", [[each.query_heads for each in chunk] for chunk in chunks]),
+                ("send_k", [[each.kv_to_load for each in chunk] for chunk in chunks]),
+                ("send_v", [[each.kv_to_load for each in chunk] for chunk in chunks]),
+            )
+        )
+        if not sizes.schedule.overlap:
+            because = "each send is waited for before the next, and the last before any attention"
+            send_q, send_k, send_v = (
+                idle.lend(x.name, x.numel, because=because) for x in (send_q, send_k, send_v)
+            )
+        return cls(
+            q=sizes.of_query_heads("q"),
+            kv=tuple(
+                (sizes.head_sharded(f"k{i}", heads), sizes.head_sharded(f"v{i}", heads))
+                for i, heads in enumerate(loads)
+            ),
+            send_q=send_q,
+            send_kv=(send_k, send_v),
+        )
+
+
+def kv_loads(sizes: Sizes) -> list[int]:
+    """The most key-value heads that arrive together in each of the k, v buffers."""
+    used = {each.kv_buffer for each in sizes.mine if each.kv_to_load} or {0}
+    return [
+        max((len(each.kv_to_load) for each in sizes.mine if each.kv_buffer == i), default=0)
+        for i in range(max(used) + 1)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardBuffers:
+    """Device memory of a forward over all chunks."""
+
+    load: LoadBuffers
+    out: tuple[Buffer, ...]  # [s/r, b, u/a, d], by chunk
+
+    @classmethod
+    def plan(cls, sizes: Sizes) -> "ForwardBuffers":
+        """Attention writes the output only after the chunk has arrived: until then it is idle."""
+        out = sizes.of_query_heads("out")
+        return cls(load=LoadBuffers.plan(sizes, idle=out[0]), out=out)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardBuffers:
+    """Device memory of a backward over all chunks, but for dK and dV."""
+
+    load: LoadBuffers
+    out: tuple[Buffer, ...]  # [s/r, b, u/a, d], by chunk
+    d_out: tuple[Buffer, ...]  # [s/r, b, u/a, d], by chunk
+    dq: tuple[Buffer, ...]  # [s/r, b, u/a, d], by chunk
+    kv_grads: "KvGradBuffers"
+
+    @property
+    def dq_over_d_out(self) -> bool:
+        """Whether dQ is written over dO."""
+        return self.dq[0].memory == self.d_out[0].memory
+
+    @classmethod
+    def plan(cls, sizes: Sizes, *, sums_on_host: bool = False) -> "BackwardBuffers":
+        """``sums_on_host``: sums of dK and dV wait there between two kernels."""
+        d_out = sizes.of_query_heads("d_out")
+        if sizes.schedule.overlap or sizes.num_ring > 1:
+            # The next dO arrives while this dQ leaves, or the next call of a ring reads dO again.
+            dq = sizes.of_query_heads("dq")
+        else:
+            because = "a kernel reads dO for the last time before it writes dQ"
+            dq = tuple(x.lend("dq", x.numel, because=because) for x in d_out)
+        kv_grads = KvGradBuffers.plan(sizes, d_out, sums_on_host=sums_on_host)
+        return cls(
+            load=LoadBuffers.plan(sizes, idle=kv_grads.scratch[0][0]),
+            out=sizes.of_query_heads("out"),
+            d_out=d_out,
+            dq=dq,
+            kv_grads=kv_grads,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvGradBuffers:
+    """Device memory of dK and dV until they are home."""
+
+    scratch: tuple[Pair, Pair]  # [s/r, b, key-value heads of one kernel call, d]
+    sums: tuple[Pair, ...]  # [s/r, b, key-value heads that arrived together, d], by kv_buffer
+    packed: Pair  # [s/r, b, heads that one chunk finishes, d]
+    home: tuple[Buffer, ...]  # flat, as send_kv: heads that a chunk finishes, by chunk
+    sum_dtype: torch.dtype
+    home_dtype: torch.dtype
+
+    @classmethod
+    def plan(
+        cls, sizes: Sizes, d_out: tuple[Buffer, ...], *, sums_on_host: bool
+    ) -> "KvGradBuffers":
+        """``d_out``: the buffers of dO."""
+        mine, sums_on_host = sizes.mine, sums_on_host and sizes.sums_kv
+        elsewhere = sums_on_host or sizes.sum_dtype != sizes.dtype
+        calls = [len(call.kv_heads) for each in mine for call in each.kernel_calls]
+        # A kernel writes straight into a sum that is empty and of its own dtype. In the same dtype
+        # only a head that the chunk before used already is written elsewhere, to be added.
+        heads = max(calls, default=0) if elsewhere or sizes.num_ring > 1 else int(sizes.sums_kv)
+        names = "dk", "dv"
+        first, second = (
+            tuple(sizes.head_sharded(name + suffix, heads) for name in names)
+            for suffix in ("", "_second")
+        )
+        sent_as_they_lie = set() if elsewhere else {each.kv_to_load for each in mine}
+        others = [each.kv_finished for each in mine if each.kv_finished not in sent_as_they_lie]
+        packed = sizes.head_sharded("packed", max(map(len, others), default=0))
+        because = "the chunk's kernel calls are over, and what they left here was added to the sums"
+        finished = [sum(len(each.kv_finished) for each in chunk) for chunk in sizes.schedule.chunks]
+        return cls(
+            scratch=(first, second),
+            sums=tuple(
+                tuple(sizes.head_sharded(f"{x}_sum{i}", most, sizes.sum_dtype) for x in names)
+                for i, most in enumerate(kv_loads(sizes))
+            ),
+            packed=tuple(x.lend(f"packed_{x.name}", packed.numel, because=because) for x in first),
+            home=tuple(_home(sizes, x, finished[i :: len(d_out)]) for i, x in enumerate(d_out)),
+            sum_dtype=sizes.sum_dtype,
+            home_dtype=(
+                torch.promote_types(sizes.dtype, torch.float32)
+                if sizes.schedule.shares_kv_heads  # then several ranks' parts meet at home
+                else sizes.dtype
+            ),
+        )
+
+
+def _home(sizes: Sizes, d_out: Buffer, finished: Sequence[int]) -> Buffer:
+    numel = sizes.sequence_sharded("home", max(finished)).numel
+    because = "the chunk's kernels have read dO, and dQ that lay over it was sent"
+    return d_out.lend("kv_home", numel, because=because)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staging:
+    """Device buffers that a head-major tensor on the host passes through, a chunk at a time.
+
+    Where exchanges overlap, or one rank exchanges nothing, they have memory of their own; else
+    they lie in buffers of the chunk loop that are idle at that moment.
+    """
+
+    send: tuple[Buffer, ...]  # flat [n, b, u, d], by chunk: from the host, on its way to be sent
+    recv: tuple[Buffer, ...]  # flat [n, b, u, d], by chunk: received, on its way to the host
+    tile: Buffer  # some tokens of all heads
+    borrowed: bool = False
+    """Whether what was received has to be on the host before the loop goes on."""
+
+    @classmethod
+    def of_out(cls, sizes: Sizes, tile_tokens: int) -> "Staging":
+        """O: received in forward, sent in backward."""
+        return cls._own("out", sizes, tile_tokens)._lend_if_idle(
+            sizes,
+            recv=(ForwardBuffers.plan(sizes).load.q[0], "the kernels of the chunk have read q"),
+        )
+
+    @classmethod
+    def of_d_out(cls, sizes: Sizes, tile_tokens: int) -> "Staging":
+        """The gradient of O, both in backward: dO is sent, and dQ received in its place."""
+        dk = BackwardBuffers.plan(sizes).kv_grads.scratch[0][0]
+        return cls._own("d_out", sizes, tile_tokens)._lend_if_idle(
+            sizes, recv=(dk, "what the chunk's kernels left in dk was added to its sum")
+        )
+
+    @classmethod
+    def _own(cls, name: str, sizes: Sizes, tile_tokens: int) -> "Staging":
+        num = min(2, len(sizes.schedule.chunks)) if sizes.schedule.overlap else 1
+        heads = [sum(len(each.query_heads) for each in chunk) for chunk in sizes.schedule.chunks]
+        most = [max(heads[i::num]) for i in range(num)]
+        send, recv = (
+            tuple(sizes.sequence_sharded(f"{name}_{use}{i}", u) for i, u in enumerate(most))
+            for use in ("send", "recv")
+        )
+        tile = replace(sizes, n=tile_tokens)
+        num_heads = sizes.schedule.num_heads
+        return cls(send=send, recv=recv, tile=tile.sequence_sharded(f"{name}_tile", num_heads))
+
+    def _lend_if_idle(self, sizes: Sizes, recv: tuple[Buffer, str]) -> "Staging":
+        if sizes.schedule.overlap or sizes.num_ulysses == 1:
+            return self
+        dk = BackwardBuffers.plan(sizes).kv_grads.scratch[0][0]
+        because = "what is fetched is sent before the chunk's kernels write dk"
+        idle, because_recv = recv
+        return replace(
+            self,
+            send=tuple(dk.lend(x.name, x.numel, because=because) for x in self.send),
+            recv=tuple(idle.lend(x.name, x.numel, because=because_recv) for x in self.recv),
+            borrowed=True,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingBuffers:
+    """Device memory of one attention call over a ring."""
+
+    total: Buffer  # [s/r, b, query heads of the call, d]: the sum of out, or of dq, in fp32
+    own: Pair  # [s/r, b, key-value heads of the call, d]: contiguous, to be sent
+    borrowed: tuple[Pair, ...]  # as own; by step: used, arriving, or gradients on their way back
+
+    @classmethod
+    def plan(cls, q: torch.Size, k: torch.Size, dtype: torch.dtype) -> "RingBuffers":
+        """For queries and keys of these shapes."""
+        total = _of_shape("ring_total", q, torch.promote_types(dtype, torch.float32))
+        own, *borrowed = (
+            (_of_shape(f"ring_k_{which}", k, dtype), _of_shape(f"ring_v_{which}", k, dtype))
+            for which in ("own", 0, 1, 2)
+        )
+        return cls(total=total, own=own, borrowed=tuple(borrowed))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReorderBuffers:
+    """Copies of a call's tensors with their rows in another order."""
+
+    qkv: tuple[Buffer, Buffer, Buffer]
+    out: Buffer
+    d_out: Buffer
+    grads: tuple[Buffer, Buffer, Buffer]
+
+    @classmethod
+    def plan(cls, q: torch.Size, k: torch.Size, dtype: torch.dtype) -> "ReorderBuffers":
+        """For queries and keys of these shapes."""
+        names = {"q": q, "k": k, "v": k, "out": q, "d_out": q, "dq": q, "dk": k, "dv": k}
+        buffers = {x: _of_shape(f"reordered_{x}", shape, dtype) for x, shape in names.items()}
+        return cls(
+            qkv=(buffers["q"], buffers["k"], buffers["v"]),
+            out=buffers["out"],
+            d_out=buffers["d_out"],
+            grads=(buffers["dq"], buffers["dk"], buffers["dv"]),
+        )
+
+
+def _of_shape(name: str, shape: torch.Size, dtype: torch.dtype) -> Buffer:
+    return Buffer(name=name, memory=name, numel=shape.numel(), dtype=dtype)
+
+
+def prefetch_buffer(name: str, numel: int, dtype: torch.dtype) -> Buffer:
+    """Room for two reads from the host: one in use, one arriving. ``numel`` is of one read."""
+    return Buffer(name=f"{name}_room", memory=f"{name}_room", numel=2 * numel, dtype=dtype)
+
+
+def head_major_buffer(name: str, sizes: Sizes) -> Buffer:
+    """All slots of a head-major tensor that is kept no longer than one layer runs."""
+    return sizes.sequence_sharded(f"{name}_slots", sizes.schedule.num_heads)
+
+
+class Workspace:
+    """Flat device memory that grows to the largest buffer asked of it and then stays.
+
+    One belongs to one model: all its layers share it, since only one of them computes at a time.
+    A buffer handed out again is the same memory, so what it held is over.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+        self.num_allocations = 0
+
+    def take(self, buffer: Buffer, device: torch.device) -> Tensor:
+        """The buffer's memory, uninitialized: flat, ``buffer.numel`` elements."""
+        held = self._held.get(buffer.memory)
+        wanted = buffer.dtype, device
+        if held is None or held.numel() < buffer.numel or (held.dtype, held.device) != wanted:
+            held = None
+            self._held.pop(buffer.memory, None)  # freed before its successor is made
+            held = torch.empty(buffer.numel, dtype=buffer.dtype, device=device)
+            self.num_allocations += 1
+        self._held[buffer.memory] = held
+        return held[: buffer.numel]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held by all buffers."""
+        return sum(x.nbytes for x in self._held.values())
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self._held.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A workspace as one attention call sees it: its buffers in the shapes of that call."""
+
+    workspace: Workspace
+    sizes: Sizes
+    device: torch.device
+
+    def head_sharded(self, buffer: Buffer, heads: int) -> Tensor:
+        """Some heads of all tokens that the Ulysses ranks share: [s/r, b, heads, d]."""
+        shape = torch.Size(
+            (self.sizes.num_ulysses * self.sizes.n, self.sizes.b, heads, self.sizes.d)
+        )
+        return self.workspace.take(buffer, self.device)[: shape.numel()].view(shape)
+
+    def sequence_sharded(self, buffer: Buffer, heads: int) -> Tensor:
+        """Some heads of this rank's own tokens, as they travel: flat, n * b * heads * d."""
+        numel = self.sizes.n * self.sizes.b * heads * self.sizes.d
+        return self.workspace.take(buffer, self.device)[:numel]

@@ -4,7 +4,7 @@ Plans are integers, made from the head schedule, and their fields are the only n
 have. A :class:`Workspace` holds the memory: made once, used again by every chunk, layer and step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +30,25 @@ class Buffer:
     def lend(self, name: str, numel: int, *, because: str) -> "Buffer":
         """Another use of the same memory."""
         return replace(self, name=name, numel=numel, because=because)
+
+
+@dataclass(frozen=True, slots=True)
+class PerChunk:
+    """Buffers that chunks use in turn: ``[j]`` is that of chunk j.
+
+    One, or with overlap two, as a chunk arrives while the one before it is in use.
+    """
+
+    turns: tuple[Buffer, ...]
+
+    def __getitem__(self, j: int) -> Buffer:
+        return self.turns[j % len(self.turns)]
+
+    def __len__(self) -> int:
+        return len(self.turns)
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return iter(self.turns)
 
 
 Pair = tuple[Buffer, Buffer]
@@ -78,23 +97,32 @@ class Sizes:
         """A buffer [s/r, b, heads, d]; s/r = a * n."""
         return self.sequence_sharded(name, self.num_ulysses * heads, dtype)
 
-    def of_query_heads(self, name: str) -> tuple[Buffer, ...]:
-        """Buffers [s/r, b, u/a, d] that chunks use in turn: one, or with overlap two.
-
-        With overlap a chunk arrives while the one before is in use.
-        """
-        heads = [len(each.query_heads) for each in self.mine]
+    def per_chunk(
+        self, heads: Callable[[tuple[ChunkAssignment, ...]], int]
+    ) -> Iterator[tuple[str, int]]:
+        """Which buffers chunks use in turn: a suffix, and the most ``heads`` of its chunks."""
+        counts = [heads(chunk) for chunk in self.schedule.chunks]
         if not self.schedule.overlap:
-            return (self.head_sharded(name, max(heads)),)
-        sets = [heads[i::2] for i in range(min(2, len(heads)))]
-        return tuple(self.head_sharded(f"{name}{i}", max(each)) for i, each in enumerate(sets))
+            return iter([("", max(counts))])
+        num_turns = min(2, len(counts))
+        return ((str(i), max(counts[i::num_turns])) for i in range(num_turns))
+
+    def of_query_heads(self, name: str) -> PerChunk:
+        """A chunk's query heads on this rank: [s/r, b, u/a, d]."""
+        turns = self.per_chunk(lambda chunk: len(chunk[self.rank].query_heads))
+        return PerChunk(tuple(self.head_sharded(name + i, heads) for i, heads in turns))
+
+    def of_all_query_heads(self, name: str) -> PerChunk:
+        """A chunk's query heads on all ranks, of this rank's tokens: flat, [n, b, u, d]."""
+        turns = self.per_chunk(lambda chunk: sum(len(each.query_heads) for each in chunk))
+        return PerChunk(tuple(self.sequence_sharded(name + i, heads) for i, heads in turns))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadBuffers:
     """Where a chunk's q, k, v arrive, and what they are sent from."""
 
-    q: tuple[Buffer, ...]  # [s/r, b, u/a, d], by chunk
+    q: PerChunk  # [s/r, b, u/a, d]
     kv: tuple[Pair, ...]  # [s/r, b, key-value heads that arrive together, d], by kv_buffer
     send_q: Buffer  # flat: [n, b, heads of Ulysses rank i, d] for i = 0, 1, ...
     send_kv: Pair
@@ -102,14 +130,12 @@ class LoadBuffers:
     @classmethod
     def plan(cls, sizes: Sizes, idle: Buffer) -> "LoadBuffers":
         """``idle`` is a buffer that nothing writes before a chunk has arrived."""
-        chunks, loads = sizes.schedule.chunks, kv_loads(sizes)
+        chunks = sizes.schedule.chunks
+        queries = max(sum(len(each.query_heads) for each in chunk) for chunk in chunks)
+        loads = max(sum(len(each.kv_to_load) for each in chunk) for chunk in chunks)
         send_q, send_k, send_v = (
-            sizes.sequence_sharded(name, max(sum(map(len, heads)) for heads in all_ranks))
-            for name, all_ranks in (
-                ("send_q", [[each.query_heads for each in chunk] for chunk in chunks]),
-                ("send_k", [[each.kv_to_load for each in chunk] for chunk in chunks]),
-                ("send_v", [[each.kv_to_load for each in chunk] for chunk in chunks]),
-            )
+            sizes.sequence_sharded(name, heads)
+            for name, heads in (("send_q", queries), ("send_k", loads), ("send_v", loads))
         )
         if not sizes.schedule.overlap:
             because = "each send is waited for before the next, and the last before any attention"
@@ -120,7 +146,7 @@ class LoadBuffers:
             q=sizes.of_query_heads("q"),
             kv=tuple(
                 (sizes.head_sharded(f"k{i}", heads), sizes.head_sharded(f"v{i}", heads))
-                for i, heads in enumerate(loads)
+                for i, heads in enumerate(kv_loads(sizes))
             ),
             send_q=send_q,
             send_kv=(send_k, send_v),
@@ -141,7 +167,7 @@ class ForwardBuffers:
     """Device memory of a forward over all chunks."""
 
     load: LoadBuffers
-    out: tuple[Buffer, ...]  # [s/r, b, u/a, d], by chunk
+    out: PerChunk  # [s/r, b, u/a, d]
 
     @classmethod
     def plan(cls, sizes: Sizes) -> "ForwardBuffers":
@@ -155,9 +181,9 @@ class BackwardBuffers:
     """Device memory of a backward over all chunks, but for dK and dV."""
 
     load: LoadBuffers
-    out: tuple[Buffer, ...]  # [s/r, b, u/a, d], by chunk
-    d_out: tuple[Buffer, ...]  # [s/r, b, u/a, d], by chunk
-    dq: tuple[Buffer, ...]  # [s/r, b, u/a, d], by chunk
+    out: PerChunk  # [s/r, b, u/a, d]
+    d_out: PerChunk  # [s/r, b, u/a, d]
+    dq: PerChunk  # [s/r, b, u/a, d]
     kv_grads: "KvGradBuffers"
 
     @property
@@ -174,7 +200,7 @@ class BackwardBuffers:
             dq = sizes.of_query_heads("dq")
         else:
             because = "a kernel reads dO for the last time before it writes dQ"
-            dq = tuple(x.lend("dq", x.numel, because=because) for x in d_out)
+            dq = PerChunk(tuple(x.lend("dq", x.numel, because=because) for x in d_out))
         kv_grads = KvGradBuffers.plan(sizes, d_out, sums_on_host=sums_on_host)
         return cls(
             load=LoadBuffers.plan(sizes, idle=kv_grads.scratch[0][0]),
@@ -192,14 +218,12 @@ class KvGradBuffers:
     scratch: tuple[Pair, Pair]  # [s/r, b, key-value heads of one kernel call, d]
     sums: tuple[Pair, ...]  # [s/r, b, key-value heads that arrived together, d], by kv_buffer
     packed: Pair  # [s/r, b, heads that one chunk finishes, d]
-    home: tuple[Buffer, ...]  # flat, as send_kv: heads that a chunk finishes, by chunk
+    home: PerChunk  # flat, as send_kv: heads that a chunk finishes
     sum_dtype: torch.dtype
     home_dtype: torch.dtype
 
     @classmethod
-    def plan(
-        cls, sizes: Sizes, d_out: tuple[Buffer, ...], *, sums_on_host: bool
-    ) -> "KvGradBuffers":
+    def plan(cls, sizes: Sizes, d_out: PerChunk, *, sums_on_host: bool) -> "KvGradBuffers":
         """``d_out``: the buffers of dO."""
         mine, sums_on_host = sizes.mine, sums_on_host and sizes.sums_kv
         elsewhere = sums_on_host or sizes.sum_dtype != sizes.dtype
@@ -216,7 +240,7 @@ class KvGradBuffers:
         others = [each.kv_finished for each in mine if each.kv_finished not in sent_as_they_lie]
         packed = sizes.head_sharded("packed", max(map(len, others), default=0))
         because = "the chunk's kernel calls are over, and what they left here was added to the sums"
-        finished = [sum(len(each.kv_finished) for each in chunk) for chunk in sizes.schedule.chunks]
+        finished = sizes.per_chunk(lambda chunk: sum(len(each.kv_finished) for each in chunk))
         return cls(
             scratch=(first, second),
             sums=tuple(
@@ -224,7 +248,16 @@ class KvGradBuffers:
                 for i, most in enumerate(kv_loads(sizes))
             ),
             packed=tuple(x.lend(f"packed_{x.name}", packed.numel, because=because) for x in first),
-            home=tuple(_home(sizes, x, finished[i :: len(d_out)]) for i, x in enumerate(d_out)),
+            home=PerChunk(
+                tuple(
+                    x.lend(
+                        "kv_home",
+                        sizes.sequence_sharded("kv_home", heads).numel,
+                        because="the chunk's kernels have read dO, and dQ that lay there was sent",
+                    )
+                    for x, (_, heads) in zip(d_out, finished, strict=True)
+                )
+            ),
             sum_dtype=sizes.sum_dtype,
             home_dtype=(
                 torch.promote_types(sizes.dtype, torch.float32)
@@ -232,12 +265,6 @@ class KvGradBuffers:
                 else sizes.dtype
             ),
         )
-
-
-def _home(sizes: Sizes, d_out: Buffer, finished: Sequence[int]) -> Buffer:
-    numel = sizes.sequence_sharded("home", max(finished)).numel
-    because = "the chunk's kernels have read dO, and dQ that lay over it was sent"
-    return d_out.lend("kv_home", numel, because=because)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,8 +275,8 @@ class Staging:
     they lie in buffers of the chunk loop that are idle at that moment.
     """
 
-    send: tuple[Buffer, ...]  # flat [n, b, u, d], by chunk: from the host, on its way to be sent
-    recv: tuple[Buffer, ...]  # flat [n, b, u, d], by chunk: received, on its way to the host
+    send: PerChunk  # flat, [n, b, u, d]: from the host, on its way to be sent
+    recv: PerChunk  # flat, [n, b, u, d]: received, on its way to the host
     tile: Buffer  # some tokens of all heads
     borrowed: bool = False
     """Whether what was received has to be on the host before the loop goes on."""
@@ -257,42 +284,36 @@ class Staging:
     @classmethod
     def of_out(cls, sizes: Sizes, tile_tokens: int) -> "Staging":
         """O: received in forward, sent in backward."""
-        return cls._own("out", sizes, tile_tokens)._lend_if_idle(
-            sizes,
-            recv=(ForwardBuffers.plan(sizes).load.q[0], "the kernels of the chunk have read q"),
-        )
+        q = ForwardBuffers.plan(sizes).load.q[0]
+        return cls._plan("out", sizes, tile_tokens, recv=q, because="the kernels have read q")
 
     @classmethod
     def of_d_out(cls, sizes: Sizes, tile_tokens: int) -> "Staging":
         """The gradient of O, both in backward: dO is sent, and dQ received in its place."""
         dk = BackwardBuffers.plan(sizes).kv_grads.scratch[0][0]
-        return cls._own("d_out", sizes, tile_tokens)._lend_if_idle(
-            sizes, recv=(dk, "what the chunk's kernels left in dk was added to its sum")
-        )
+        because = "what the chunk's kernels left in dk was added to its sum"
+        return cls._plan("d_out", sizes, tile_tokens, recv=dk, because=because)
 
     @classmethod
-    def _own(cls, name: str, sizes: Sizes, tile_tokens: int) -> "Staging":
-        num = min(2, len(sizes.schedule.chunks)) if sizes.schedule.overlap else 1
-        heads = [sum(len(each.query_heads) for each in chunk) for chunk in sizes.schedule.chunks]
-        most = [max(heads[i::num]) for i in range(num)]
-        send, recv = (
-            tuple(sizes.sequence_sharded(f"{name}_{use}{i}", u) for i, u in enumerate(most))
-            for use in ("send", "recv")
+    def _plan(
+        cls, name: str, sizes: Sizes, tile_tokens: int, *, recv: Buffer, because: str
+    ) -> "Staging":
+        """``recv`` is idle when a chunk is received; ``because`` says why."""
+        own = cls(
+            send=sizes.of_all_query_heads(f"{name}_send"),
+            recv=sizes.of_all_query_heads(f"{name}_recv"),
+            tile=replace(sizes, n=tile_tokens).sequence_sharded(
+                f"{name}_tile", sizes.schedule.num_heads
+            ),
         )
-        tile = replace(sizes, n=tile_tokens)
-        num_heads = sizes.schedule.num_heads
-        return cls(send=send, recv=recv, tile=tile.sequence_sharded(f"{name}_tile", num_heads))
-
-    def _lend_if_idle(self, sizes: Sizes, recv: tuple[Buffer, str]) -> "Staging":
         if sizes.schedule.overlap or sizes.num_ulysses == 1:
-            return self
+            return own
         dk = BackwardBuffers.plan(sizes).kv_grads.scratch[0][0]
-        because = "what is fetched is sent before the chunk's kernels write dk"
-        idle, because_recv = recv
+        before = "what is fetched is sent before the chunk's kernels write dk"
         return replace(
-            self,
-            send=tuple(dk.lend(x.name, x.numel, because=because) for x in self.send),
-            recv=tuple(idle.lend(x.name, x.numel, because=because_recv) for x in self.recv),
+            own,
+            send=PerChunk(tuple(dk.lend(x.name, x.numel, because=before) for x in own.send)),
+            recv=PerChunk(tuple(recv.lend(x.name, x.numel, because=because) for x in own.recv)),
             borrowed=True,
         )
 

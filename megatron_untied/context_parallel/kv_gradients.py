@@ -173,8 +173,7 @@ class KvGradients:
             options = {"dtype": self.buffers.home_dtype, "device": self.memory.device}
             self.total = torch.zeros(shape, **options)
         for index, total in enumerate(self.total):
-            home = self.buffers.home[j % len(self.buffers.home)]
-            recv = self.memory.sequence_sharded(home, sum(counts))
+            recv = self.memory.sequence_sharded(self.buffers.home[j], sum(counts))
             self.exchange.to_sequence(self._packed(index, mine), recv, counts).wait()
             parts = blocks(recv, counts, sizes.n, sizes.b, sizes.d)
             for heads, part in zip(finished, parts, strict=True):

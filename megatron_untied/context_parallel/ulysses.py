@@ -27,10 +27,10 @@ from typing_extensions import override
 
 from megatron_untied.context_parallel.buffer_plan import (
     BackwardBuffers,
-    Buffer,
     ForwardBuffers,
     LoadBuffers,
     Memory,
+    PerChunk,
     Sizes,
     Workspace,
 )
@@ -146,13 +146,15 @@ class UntiedUlysses:
 
             self.progress.chunk("forward", j)
             if self.exchange.size > 1:
-                o = memory.head_sharded(buffers.out[j % len(buffers.out)], len(mine.query_heads))
+                o = memory.head_sharded(buffers.out[j], len(mine.query_heads))
             else:  # nothing will travel: attend into the slot itself
                 o = out.recv_buffer(j).view(loaded.q.shape)
-            lse.append([])
-            for call in mine.kernel_calls:
-                call_out = o[:, :, call.query_columns]  # [s/r, b, query heads of the call, d]
-                lse[-1].append(attention.forward(loaded.qkv(call), out=call_out))
+            lse.append(
+                [
+                    attention.forward(loaded.qkv(call), out=o[:, :, call.query_columns])
+                    for call in mine.kernel_calls
+                ]
+            )
             self.progress.attended()
 
             returning.send(j, o, into=out)  # [s/r, b, u/a, d] -> [n, b, u, d]
@@ -190,16 +192,14 @@ class UntiedUlysses:
             dkv.begin(mine)
             dq = loaded.d_out
             if not buffers.dq_over_d_out:
-                dq = memory.head_sharded(buffers.dq[j % len(buffers.dq)], len(mine.query_heads))
+                dq = memory.head_sharded(buffers.dq[j], len(mine.query_heads))
             for call, lse in zip(mine.kernel_calls, y.lse[j], strict=True):
-                call_d_out, call_out, call_dq = (  # [s/r, b, query heads of the call, d]
-                    each[:, :, call.query_columns] for each in (loaded.d_out, loaded.out, dq)
-                )
+                columns = call.query_columns
                 attention.backward(
-                    call_d_out,
+                    loaded.d_out[:, :, columns],
                     loaded.qkv(call),
-                    Attended(call_out, lse),
-                    dq=call_dq,
+                    Attended(loaded.out[:, :, columns], lse),
+                    dq=dq[:, :, columns],
                     dkv=dkv.of(call.kv_heads),
                 )
             self.progress.attended()
@@ -240,7 +240,7 @@ class UntiedUlysses:
         loaded.out = self._load_slot(j, loaded, memory, inputs.out)
         queries, loads = [a.query_heads for a in chunk], [a.kv_to_load for a in chunk]
         k, v = buffers.kv[mine.kv_buffer]
-        parts = [("q", queries, buffers.send_q, buffers.q[j % len(buffers.q)])]
+        parts = [("q", queries, buffers.send_q, buffers.q[j])]
         if any(loads):  # of any rank: the exchange is collective
             parts += [("k", loads, buffers.send_kv[0], k), ("v", loads, buffers.send_kv[1], v)]
         arrived = {}
@@ -266,7 +266,7 @@ class UntiedUlysses:
         j: int,
         loaded: "_LoadedChunk",
         memory: Memory,
-        source: tuple[HeadMajor, tuple[Buffer, ...]] | None,
+        source: tuple[HeadMajor, PerChunk] | None,
     ) -> Tensor | None:
         """Exchange a slot as it lies: [n, b, u, d] -> [s/r, b, u/a, d]; one rank has it already."""
         if source is None:
@@ -276,7 +276,7 @@ class UntiedUlysses:
         send = tensor.send_buffer(j)
         if self.exchange.size == 1:
             return send.view(-1, memory.sizes.b, heads[0], memory.sizes.d)
-        recv = memory.head_sharded(buffers[j % len(buffers)], heads[self.exchange.rank])
+        recv = memory.head_sharded(buffers[j], heads[self.exchange.rank])
         # A slot that was fetched from the host lies in the send buffer of what comes next.
         loaded.add(self.exchange.to_heads(send, recv, heads), wait=not self.schedule.overlap)
         return recv
@@ -289,8 +289,8 @@ class _Inputs:
     x: Projections
     memory: Memory
     buffers: LoadBuffers
-    d_out: tuple[HeadMajor, tuple[Buffer, ...]] | None = None
-    out: tuple[HeadMajor, tuple[Buffer, ...]] | None = None
+    d_out: tuple[HeadMajor, PerChunk] | None = None
+    out: tuple[HeadMajor, PerChunk] | None = None
 
 
 class _KvHeads(NamedTuple):

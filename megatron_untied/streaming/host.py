@@ -72,16 +72,16 @@ class HostHeadMajor(HeadMajor):
         # The chunk before this one was sent by now, so its buffer is free.
         if len(self.staging.send) > 1 and j + 1 < self._num_chunks:
             self._fetch(j + 1)
-        return self._take(self.staging.send, j)
+        return self._take(self.staging.send[j], j)
 
     @override
     def recv_buffer(self, j: int) -> Tensor:
         _wait(self._leaving[j % len(self._leaving)])  # what was there before is on the host
-        return self._take(self.staging.recv, j)
+        return self._take(self.staging.recv[j], j)
 
     @override
     def received(self, j: int) -> None:
-        pairs = self._pairs(j, self._take(self.staging.recv, j), self.layout)
+        pairs = self._pairs(j, self._take(self.staging.recv[j], j), self.layout)
         self._leaving[j % len(self._leaving)] = [host.store(blocks) for host, blocks in pairs]
         if self.staging.borrowed:  # the buffer's own content comes next
             self.settle()
@@ -115,12 +115,11 @@ class HostHeadMajor(HeadMajor):
             leaving.clear()
 
     def _fetch(self, j: int) -> None:
-        pairs = self._pairs(j, self._take(self.staging.send, j), self.layout)
+        pairs = self._pairs(j, self._take(self.staging.send[j], j), self.layout)
         self._arriving[j] = [host.fetch(blocks) for host, blocks in pairs]
 
-    def _take(self, buffers: Sequence[Buffer], j: int) -> Tensor:
-        buffer = self.workspace.take(buffers[j % len(buffers)], self.device)
-        return buffer[: self.layout.slot_numels[j]]
+    def _take(self, buffer: Buffer, j: int) -> Tensor:
+        return self.workspace.take(buffer, self.device)[: self.layout.slot_numels[j]]
 
     def _staged(self, rows: slice) -> tuple[DeviceHeadMajor, list[tuple[HostSlot, Tensor]]]:
         """Device memory for some tokens of all chunks, and its parts with the slots they are of."""

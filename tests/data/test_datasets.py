@@ -59,9 +59,8 @@ def test_samples_are_megatron_cores(prefix, reset_position_ids, eod_mask_loss):
 
 def test_labels_positions_and_loss_mask_by_hand(tmp_path):
     prefix = write_token_files(tmp_path / "data", [[1, 2, 100, 100, 3, 4, 5, 100, *range(40)]])
-    sample = build(
-        prefix, split="1", num_samples=(1, 0, 0), reset_position_ids=True, eod_mask_loss=True
-    ).train[0]
+    flags = {"reset_position_ids": True, "document_boundaries": "eod", "eod_mask_loss": True}
+    sample = build(prefix, split="1", num_samples=(1, 0, 0), **flags).train[0]
     assert sample["tokens"][:9].tolist() == [1, 2, 100, 100, 3, 4, 5, 100, 0]
     assert sample["labels"][:9].tolist() == [2, 100, 100, 3, 4, 5, 100, 0, 1]
     assert sample["positions"][:10].tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 1]

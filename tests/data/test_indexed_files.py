@@ -31,7 +31,7 @@ def test_reads_what_was_written(tmp_path, dtype):
 
 def test_fingerprint_follows_document_lengths_only(tmp_path):
     first, same, other = (
-        open_indexed_files(write_token_files(tmp_path / name, documents)).fingerprint()
+        open_indexed_files(write_token_files(tmp_path / name, documents)).fingerprint
         for name, documents in (("a", DOCUMENTS), ("b", [[9, 9, 9], [9], [9, 9]]), ("c", [[1]]))
     )
     assert first == same != other

@@ -1,7 +1,8 @@
 """Samples of training, validation and test, cut from packed documents by megatron-core."""
 
+import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,19 +10,27 @@ import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.tokenizers import MegatronTokenizerBase
+from megatron.core.utils import log_single_rank
 from torch.utils.data import Dataset
 
 from megatron_untied.checkpoint.agreement import on_every_rank
 from megatron_untied.data.blend import SPLIT_NAMES, Blend, check_split, parse_blend
 from megatron_untied.data.config import DataConfig
 from megatron_untied.data.index_cache import in_turns
-from megatron_untied.data.indexed_files import IndexedFiles, open_indexed_files, require_token
+from megatron_untied.data.indexed_files import (
+    IndexedFiles,
+    first_inside,
+    open_indexed_files,
+    require_token,
+)
 from megatron_untied.data.packed_documents import (
     BlendedDocuments,
     MockPackedDocuments,
     PackedDocuments,
     PackedDocumentsConfig,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +69,13 @@ def build_datasets(
         return [_open(prefix, data, tokenizer) for prefix in blend.prefixes]
 
     files = on_every_rank(opened)
-    _require_same_documents(files)
+    fingerprints = tuple(pair.fingerprint() for pair in files)
+    _require_same_documents(blend.prefixes, fingerprints)
     config = PackedDocumentsConfig(
         random_seed=seed,
         sequence_length=seq_length,
         **_source(data, blend),
-        fingerprints=tuple(pair.fingerprint for pair in files),
+        fingerprints=fingerprints,
         cache_folder=data.data_cache_path,
         tokenizer=tokenizer,
         vocab_size=tokenizer.vocab_size,
@@ -122,23 +132,32 @@ def _open(prefix: str, data: DataConfig, tokenizer: MegatronTokenizerBase) -> In
         require_token(files, tokenizer.eod, "--eod-mask-loss")
     if data.document_boundaries == "eod":
         require_token(files, tokenizer.eod, "--document-boundaries eod")
+    elif data.reset_position_ids:
+        place = first_inside(files, tokenizer.eod)
+        if place is not None:
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                f"--data-path {prefix} has end-of-document tokens inside documents, the first at "
+                f"place {place} of the .bin: no document ends there, unless --document-boundaries "
+                "eod says so",
+            )
     return files
 
 
-def _require_same_documents(files: list[IndexedFiles]) -> None:
+def _require_same_documents(prefixes: Sequence[str], fingerprints: Sequence[str]) -> None:
     """Raise unless all ranks see the same documents: nodes may have copies on disks of their own.
 
     Collective over all ranks.
     """
     if not dist.is_initialized():
         return
-    fingerprints = {pair.prefix: pair.fingerprint for pair in files}
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (socket.gethostname(), fingerprints))
     first_host, expected = everyone[0]
     for rank, (host, found) in enumerate(everyone):
-        for prefix, fingerprint in found.items():
-            if fingerprint != expected[prefix]:
+        for prefix, ours, theirs in zip(prefixes, expected, found, strict=True):
+            if ours != theirs:
                 raise ValueError(
                     f"--data-path {prefix} holds other documents on rank {rank} ({host}) than on "
                     f"rank 0 ({first_host}); copy the same files to all nodes"

@@ -8,7 +8,6 @@ document's end). Samples are made of whole documents in another order, so docume
 sequences, such as sentences, are refused: their sequences would be scattered.
 """
 
-import functools
 import hashlib
 import os
 import struct
@@ -23,7 +22,7 @@ _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np
 _TOKENS_CHECKED = 1 << 20
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class IndexedFiles:
     """A pair of token files whose sizes agree; both arrays are maps of the files."""
 
@@ -33,7 +32,6 @@ class IndexedFiles:
     tokens: np.ndarray
     """All documents one after the other, in the dtype of the file."""
 
-    @functools.cached_property
     def fingerprint(self) -> str:
         """Changes when documents do in number, order or length: what sample indices depend on."""
         return hashlib.blake2b(self.lengths, digest_size=16).hexdigest()
@@ -119,6 +117,17 @@ def require_token(files: IndexedFiles, token: int, flag: str) -> None:
         f"{files.prefix} holds none: preprocess again with --append-eod and this tokenizer, or "
         f"leave {flag} out"
     )
+
+
+def first_inside(files: IndexedFiles, token: int) -> int | None:
+    """Place of the first ``token`` that ends no document, among the first Mi tokens; None if none.
+
+    Counted from the beginning of the .bin.
+    """
+    found = np.flatnonzero(files.tokens[:_TOKENS_CHECKED] == token)
+    last_places = files.lengths[:_TOKENS_CHECKED].cumsum(dtype=np.int64) - 1
+    inside = np.setdiff1d(found, last_places, assume_unique=True)
+    return int(inside[0]) if len(inside) else None
 
 
 def out_of_vocabulary(

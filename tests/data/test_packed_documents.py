@@ -1,5 +1,7 @@
 """Where documents begin in samples, and tokens that are not in the vocabulary."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -133,5 +135,4 @@ def test_an_error_of_a_worker_is_the_error_itself(tmp_path, few_checked, num_wor
         num_workers=num_workers,
     )
     with pytest.raises(ValueError, match=r"^--data-path .* holds token 101[^\n]*$"):
-        for _ in range(10):
-            next(batches)
+        list(itertools.islice(batches, 10))

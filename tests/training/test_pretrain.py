@@ -1,5 +1,6 @@
 import contextlib
 import io
+import sys
 import time
 
 import pytest
@@ -10,7 +11,8 @@ from megatron_untied.training.metrics import read_metrics
 from megatron_untied.training.pretrain import pretrain
 from tests.data.corpus import random_documents, write_token_files
 from tests.distributed import RankFailure, run_on_ranks
-from tests.training.command_line import tiny_config
+from tests.launched import launch
+from tests.training.command_line import command_line, tiny_config
 from tests.training.tiny_run import launch_of, train
 
 
@@ -147,7 +149,7 @@ def refusal_with_few_tokens_checked(group, **changes) -> str:
     ("world_size", "flags"),
     [
         (1, {}),
-        (2, {"num_workers": 1}),  # data parallel: one rank alone reads the bad sample
+        (2, {}),  # data parallel: one rank alone reads the bad sample
         (2, {"tensor_model_parallel_size": 2}),
         (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
         (2, {"skip_train": True, "eval_iters": 10, "split": "0,1"}),
@@ -164,6 +166,20 @@ def test_a_token_out_of_the_vocabulary_ends_every_rank_with_its_place(tmp_path, 
         assert message.startswith(f"error: --data-path {prefix} holds token 253, the tokenizer has")
         assert f"token 5 of document 13 of {prefix}.bin" in message
         assert "\n" not in message
+
+
+def main_with_few_tokens_checked(rank: int, flags: dict) -> None:
+    indexed_files._TOKENS_CHECKED = 10
+    sys.argv = ["pretrain_gpt.py", *command_line(**flags)]
+    pretrain_gpt.main()
+
+
+def test_so_does_one_that_a_worker_of_one_rank_reads(tmp_path):
+    prefix = write_token_files(tmp_path / "data", [[*range(70), 250]] * 20 + [[253]])
+    flags = {"mock_data": None, "data_path": prefix, "split": "1", "num_workers": 1}
+    for said in launch(main_with_few_tokens_checked, 2, tmp_path, flags):
+        (line,) = [line for line in said.splitlines() if "parallel" not in line]
+        assert line.startswith(f"error: --data-path {prefix} holds token 253")
 
 
 def said_while_building(group) -> str:

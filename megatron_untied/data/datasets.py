@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.core.utils import log_single_rank
 from torch.utils.data import Dataset
 
-from megatron_untied.checkpoint.agreement import on_every_rank
+from megatron_untied.checkpoint.agreement import gather_objects, on_every_rank, raised_everywhere
 from megatron_untied.data.blend import SPLIT_NAMES, Blend, check_split, parse_blend
 from megatron_untied.data.config import DataConfig
 from megatron_untied.data.index_cache import in_turns
@@ -150,17 +149,16 @@ def _require_same_documents(prefixes: Sequence[str], fingerprints: Sequence[str]
 
     Collective over all ranks.
     """
-    if not dist.is_initialized():
-        return
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), fingerprints))
+    everyone = gather_objects((socket.gethostname(), fingerprints))
     first_host, expected = everyone[0]
     for rank, (host, found) in enumerate(everyone):
         for prefix, ours, theirs in zip(prefixes, expected, found, strict=True):
             if ours != theirs:
-                raise ValueError(
-                    f"--data-path {prefix} holds other documents on rank {rank} ({host}) than on "
-                    f"rank 0 ({first_host}); copy the same files to all nodes"
+                raise raised_everywhere(
+                    ValueError(
+                        f"--data-path {prefix} holds other documents on rank {rank} ({host}) than "
+                        f"on rank 0 ({first_host}); copy the same files to all nodes"
+                    )
                 )
 
 

@@ -67,10 +67,7 @@ def micro_batches(
         # Otherwise the loader draws its seed from the run's own random numbers.
         generator=torch.Generator(),
     )
-    for batch in loader:
-        if isinstance(batch, Exception):
-            raise batch
-        yield batch
+    return map(_require_batch, iter(loader))
 
 
 class _Samples(Dataset):
@@ -91,3 +88,9 @@ def _stack(samples: list[dict[str, Tensor] | Exception]) -> dict[str, Tensor] | 
     if errors:
         return errors[0]
     return {name: torch.stack([sample[name] for sample in samples]) for name in FIELDS}
+
+
+def _require_batch(batch: dict[str, Tensor] | Exception) -> dict[str, Tensor]:
+    if isinstance(batch, Exception):
+        raise batch
+    return batch

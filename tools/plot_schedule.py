@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from megatron_untied.context_parallel.head_schedule import HeadSchedule, Turn, head_schedule
-from megatron_untied.training.flags import count
+from megatron_untied.training.flag_values import count
 
 
 def span(heads: range) -> str:

@@ -9,7 +9,7 @@ from megatron_untied.checkpoint.run_config import read_model_config
 from megatron_untied.planner.machine import DEFAULT_GPU, DEFAULT_HOST_GIB, Machine, read_gpus
 from megatron_untied.training.arguments import parse_arguments, parse_flags
 from megatron_untied.training.config import RunConfig
-from megatron_untied.training.flags import count, real
+from megatron_untied.training.flag_values import count, real
 
 ASSUMED = {
     "micro_batch_size": ["--micro-batch-size", "1"],
@@ -90,10 +90,10 @@ def own_parser() -> argparse.ArgumentParser:
     built.add_argument(
         "--gpu", choices=sorted(read_gpus()), default=DEFAULT_GPU, help=f"({DEFAULT_GPU})"
     )
-    built.add_argument("--gpu-memory-gib", type=real(5.0), help="of one GPU (as --gpu has)")
+    built.add_argument("--gpu-memory-gib", type=real(5.0, 1e6), help="of one GPU (as --gpu has)")
     built.add_argument(
         "--host-memory-gib",
-        type=real(1.0),
+        type=real(1.0, 1e6),
         default=float(DEFAULT_HOST_GIB),
         help=f"of one node ({DEFAULT_HOST_GIB})",
     )

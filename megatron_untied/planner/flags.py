@@ -34,13 +34,13 @@ class Question:
     plot: str | None
 
 
-def parse_question(argv: Sequence[str]) -> Question:
-    """The run and the machine that ``argv`` describes.
+def parse_question(argv: Sequence[str], description: str | None = None) -> Question:
+    """The run and the machine that ``argv`` describes; ``description`` is for --help.
 
     Raises:
         ValueError: as ``parse_arguments`` does.
     """
-    own, training = own_parser().parse_known_args(argv)
+    own, training = own_parser(description).parse_known_args(argv)
     gpu = read_gpus()[own.gpu]
     machine = Machine(
         gpus_per_node=own.gpus_per_node,
@@ -78,11 +78,13 @@ def _assumed_tokens(given: Mapping[str, Any]) -> str:
     return str(stored.vocab_size - 1)  # the end of document is one more
 
 
-def own_parser() -> argparse.ArgumentParser:
+def own_parser(description: str | None = None) -> argparse.ArgumentParser:
     """A parser of what training has no flags for."""
     built = _Parser(
         usage="%(prog)s [these] FLAGS OF TRAINING",
         allow_abbrev=False,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Flags of training: python pretrain_gpt.py --help",
     )
     built.add_argument("--gpus-per-node", type=count, default=8, help="ranks of a node (8)")

@@ -43,6 +43,13 @@ from megatron_untied.training.vocabulary_flags import model_vocab_size, tokenize
 Values = Mapping[str, Any]
 Config = TypeVar("Config")
 
+HELP = """\
+Pretrain a GPT-style model whose sequences are shared by context-parallel ranks.
+
+    torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --context-parallel-size 2 ...
+
+Flags are spelled as Megatron's. Lengths are numbers of tokens: 1048576, or 1Mi, 1024Ki."""
+
 NEEDS = {
     "num_query_groups": "group_query_attention",
     "rope_scaling_factor": "use_rope_scaling",
@@ -149,7 +156,12 @@ def defaults() -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     """A parser of ``FLAGS`` whose namespace holds only what was given."""
-    built = _Parser(usage="%(prog)s FLAGS", allow_abbrev=False)
+    built = _Parser(
+        usage="%(prog)s FLAGS",
+        allow_abbrev=False,
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     for title, flags in FLAGS.items():
         group = built.add_argument_group(title)
         for name, options in flags:

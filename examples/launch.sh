@@ -12,7 +12,7 @@
 # Several nodes: the same command on each, with MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and GPUS_PER_NODE set as
 # torchrun knows them. Other nodes: GPU_MEMORY_GIB, of one GPU, and HOST_MEMORY_GIB, of a node.
 set -euo pipefail
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+ROOT="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 # The nodes that are planned for, unless a launcher or the caller says otherwise.
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"

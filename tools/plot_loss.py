@@ -1,6 +1,8 @@
 """Draw the loss curves of a metrics file.
 
-python tools/plot_loss.py runs/tiny/metrics.jsonl --output loss.png --unigram-entropy 5.1
+    python tools/plot_loss.py runs/tiny/metrics.jsonl --output loss.png --unigram-entropy 5.1
+
+Values that are not finite are left out.
 """
 
 import argparse

@@ -1,6 +1,8 @@
 """Draw which heads each rank attends with in each chunk, and when keys and values travel.
 
-python tools/plot_schedule.py --heads 32 --kv-heads 8 --ranks 8 --heads-per-chunk 8
+    python tools/plot_schedule.py --heads 32 --kv-heads 8 --ranks 8 --heads-per-chunk 8
+
+A row is a rank, a column a chunk, and a color a key-value head.
 """
 
 import argparse

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = sorted([*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/*.py"), ROOT / "pretrain_gpt.py"])  # fmt: skip
+FOLDERS = ("tools", "benchmarks")
+PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted(p for f in FOLDERS for p in ROOT.glob(f"{f}/*.py"))]
 
 
 def help_of(program: Path, capsys, monkeypatch) -> str:

@@ -28,7 +28,7 @@ def files(folder: Path) -> dict[Path, str]:
     [
         (["--num-layerz", "2"], "unknown flag --num-layerz; did you mean --num-layers?"),
         (["--lr", "-1"], "argument --lr: -1 is below 0"),
-        (["--context-parallel-size", "3"], "2 ranks do not divide into tensor parallel 1 x"),
+        (["--adam-beta2", "1"], "--adam-beta2 1.0 must be below 1"),
         (["more"], "'more' belongs to no flag; give OUTPUT_FOLDER, then FLAGS"),
         (["--rehearse"], "leave out --dry-run and --rehearse"),
     ],

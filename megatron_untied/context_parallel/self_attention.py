@@ -24,6 +24,7 @@ from megatron_untied.context_parallel.ring import Ring, RingAttention
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.untied import Attend, UntiedUlysses
 from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.rope import RotaryTable, rotate_
 from megatron_untied.step_progress import StepProgress
 
@@ -46,7 +47,7 @@ class AttentionParts:
     """None where each sequence brings what it is rotated by."""
     workspace: Workspace
     progress: StepProgress = field(default_factory=StepProgress)
-    """Is told how far attention is."""
+    """Where the step is; passed by the training loop."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.ring is not None:
@@ -59,10 +60,11 @@ class AttentionParts:
         """Rows of the rotary table for this rank's n tokens, on the device of ``like``."""
         if sequence.cos_sin is not None:
             return sequence.cos_sin
-        positions = sequence.positions
-        if positions is None:
-            positions = self.layout.positions(n, like.device)
-        return self.rotary.at(positions)
+        with allocating(MemoryCategory.INPUTS):
+            positions = sequence.positions
+            if positions is None:
+                positions = self.layout.positions(n, like.device)
+            return self.rotary.at(positions)
 
 
 class UntiedUlyssesSelfAttention(SelfAttention):
@@ -178,7 +180,8 @@ def attention_forward(
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Attention output [n, b, h, d] of this rank's tokens, and log-sum-exps. Collective."""
     slots = _head_major("out", q, ulysses)
-    lse = ulysses.forward(FinishedProjections(q, k, v, cos, sin), slots, attend)
+    with ulysses.progress.phase(Phase.ATTENTION_FORWARD):
+        lse = ulysses.forward(FinishedProjections(q, k, v, cos, sin), slots, attend)
     return slots.rows([slice(0, len(q))]), lse
 
 
@@ -200,7 +203,8 @@ def attention_backward(
     slots.write(everything, out)
     grad.write(everything, d_out)
     source = FinishedProjections(q, k, v, cos, sin)
-    dk, dv = ulysses.backward(source, slots, lse, grad, attend)
+    with ulysses.progress.phase(Phase.ATTENTION_BACKWARD):
+        dk, dv = ulysses.backward(source, slots, lse, grad, attend)
     dq = grad.rows([everything])
     dq, dk = (rotate_(x, cos, sin, adjoint=True) for x in (dq, dk))
     return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -80,7 +80,7 @@ class UntiedUlysses:
         chunks = self._loader(source, buffers, spare="o")
         sending = _Sending(self.exchange, buffers, self.limit_in_flight)
         for chunk in chunks:
-            self.progress.chunk("forward", chunk.index)
+            self.progress.chunk(chunk.index)
             turn = chunk.turn
             if self.exchange.size == 1:  # nothing will travel: attend into the slot itself
                 o = out.landing(chunk.index).view(-1, buffers.b, len(turn.query), buffers.d)
@@ -124,7 +124,7 @@ class UntiedUlysses:
         # another call reads dO again, and not while the next dO arrives and this dQ leaves.
         over_d_out = not (attend.sums_gradients or self.schedule.overlap)
         for chunk in chunks:
-            self.progress.chunk("backward", chunk.index)
+            self.progress.chunk(chunk.index)
             turn = chunk.turn
             dq = chunk.tensors["do"]
             if not over_d_out:

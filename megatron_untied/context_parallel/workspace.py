@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from megatron_untied.phases import allocating
+
 
 class Workspace:
     """Named flat buffers that grow to the largest size asked of them and then stay.
@@ -29,7 +31,8 @@ class Workspace:
         ):
             held = None
             self._buffers.pop(name, None)  # freed before its successor is made
-            held = torch.empty(numel, dtype=dtype, device=like.device)
+            with allocating(f"workspace: {name}"):
+                held = torch.empty(numel, dtype=dtype, device=like.device)
             self.num_allocations += 1
         self._buffers[name] = held
         return held[:numel].view(shape)

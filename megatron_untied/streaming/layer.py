@@ -26,7 +26,9 @@ from torch import Tensor
 from megatron_untied.context_parallel.head_major import HeadMajor, HeadMajorShape
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.untied import LogSumExps
+from megatron_untied.phases import Phase
 from megatron_untied.rope import rotate_
+from megatron_untied.step_progress import LayerProgress
 from megatron_untied.streaming.parking import parked
 from megatron_untied.streaming.projections import (
     StreamedProjections,
@@ -130,6 +132,11 @@ class UntiedTransformerLayer(TransformerLayer):
                 "output tensor."
             )
 
+    @property
+    def progress(self) -> LayerProgress:
+        """Where this layer states its phases."""
+        return self.self_attention.ulysses.progress
+
     def tiles(self, num_local: int) -> list[Tile]:
         """The tiles of a residual of ``num_local`` rows."""
         gathered = self.tp_group.size() if self.config.sequence_parallel else 1
@@ -176,14 +183,16 @@ def layer_forward(
     if record is not None and stash.keeps_input(record):
         leaving = stash.keep_rows(record, x)
     with parked(x, stash, already=record and record.x) as rows:
-        out, lse = attend(layer, rows, sequence, is_kept=keeps_attention)
+        with layer.progress.phase(Phase.ATTENTION_FORWARD):
+            out, lse = attend(layer, rows, sequence, is_kept=keeps_attention)
     if leaving is not None:
         leaving.wait()
     # mark_dirty would say that x is overwritten, but FSDP2 hands x over as a view made by a custom
     # Function, and autograd refuses to modify that. An alias shares the version counter, so an
     # operation that saved x for its own backward still notices.
     result = x.detach()
-    finish(layer, DeviceRows(x), out, result)
+    with layer.progress.phase(Phase.MLP_FORWARD):
+        finish(layer, DeviceRows(x), out, result)
     if keeps_attention:
         record.attention = out, lse
     else:
@@ -225,16 +234,19 @@ def layer_backward(
     stash, attention = layer.streaming.stash, layer.self_attention
     sums, source = GradientSums(layer), _projections(layer, x, sequence)
     d_out = stash.d_out(_slots(layer, source), source.like)
-    _after_attention_backward(layer, gradient, x, out, d_out, sums)
+    with layer.progress.phase(Phase.MLP_BACKWARD):
+        _after_attention_backward(layer, gradient, x, out, d_out, sums)
     with parked(gradient, stash):
         attend = attention.attention_over(sequence)
         # As much room for a head's sum as a tile of all heads takes.
         rows = layer.streaming.tile_size * attention.ulysses.schedule.num_heads
         make_sums = stash.make_sums(rows, source.like)
-        dk, dv = attention.ulysses.backward(source, out, lse, d_out, attend, make_sums)
+        with layer.progress.phase(Phase.ATTENTION_BACKWARD):
+            dk, dv = attention.ulysses.backward(source, out, lse, d_out, attend, make_sums)
         # What follows needs none of its buffers, and the memory.
         stash.workspace.release()
-    _before_attention_backward(layer, gradient, source, (d_out, dk, dv), sums)
+    with layer.progress.phase(Phase.QKV_BACKWARD):
+        _before_attention_backward(layer, gradient, source, (d_out, dk, dv), sums)
     d_out.release()
     return sums
 

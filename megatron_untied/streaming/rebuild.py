@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_untied.context_parallel.head_major import HeadMajor
 from megatron_untied.context_parallel.untied import LogSumExps
+from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.streaming.host import HostLogSumExps
 from megatron_untied.streaming.stash import Attention, Group, LayerStash, Rows, Stash
 
@@ -33,7 +34,8 @@ def rebuild(
             _gather(each.layer)
         if each.attention is None:
             is_kept = following is not None
-            each.attention = attend(each.layer, each.x, group.sequence, is_kept=is_kept)
+            with each.layer.progress.phase(Phase.RECOMPUTE_ATTENTION):
+                each.attention = attend(each.layer, each.x, group.sequence, is_kept=is_kept)
         if following is not None:
             _keep_output(each, following, stash, finish)
             if following is not members[-1]:
@@ -45,8 +47,10 @@ def rebuild(
 
 def _keep_output(each: LayerStash, following: LayerStash, stash: Stash, finish: Finish) -> None:
     """The input of the layer that follows, from the input and attention of ``each``."""
-    result = torch.empty(each.x.shape, dtype=each.x.like.dtype, device=each.x.like.device)
-    finish(each.layer, each.x, each.attention[0], result)
+    with allocating(MemoryCategory.RESIDUAL):
+        result = torch.empty(each.x.shape, dtype=each.x.like.dtype, device=each.x.like.device)
+    with each.layer.progress.phase(Phase.RECOMPUTE_MLP):
+        finish(each.layer, each.x, each.attention[0], result)
     leaving = stash.keep_rows(following, result)
     if leaving is not None:
         leaving.wait()

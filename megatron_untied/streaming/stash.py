@@ -23,6 +23,7 @@ from megatron_untied.context_parallel.key_value_sums import MakeSums
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.untied import LogSumExps
 from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.phases import MemoryCategory, allocating
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host import HostHeadMajor, HostLogSumExps, HostRows
 from megatron_untied.streaming.host_arena import HostArena
@@ -117,7 +118,8 @@ class Stash:
     def keep_rows(self, record: LayerStash, x: Tensor) -> Copy | None:
         """Keep ``x`` as the layer's input; it may change once the returned copy was waited for."""
         if record.index >= self.host_layers:
-            record.x = DeviceRows(x.clone())
+            with allocating(MemoryCategory.KEPT):
+                record.x = DeviceRows(x.clone())
             return None
         slot = self.arena.reserve(x.shape, x.dtype)
         record.x = HostRows(slot, self.workspace, x)
@@ -132,7 +134,8 @@ class Stash:
         if self.park or index < self.host_layers:
             return HostHeadMajor("out", shape, self.arena, self.workspace, like)
         if is_kept:
-            return DeviceHeadMajor(like.new_empty(shape.numel), shape)
+            with allocating(MemoryCategory.KEPT):
+                return DeviceHeadMajor(like.new_empty(shape.numel), shape)
         return self._shared("out", shape, like)
 
     def log_sum_exps(

@@ -20,6 +20,7 @@ from megatron_untied.sharding.shards import Shard
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.tracing.fast_fakes import FastFakes
+from megatron_untied.tracing.lent_memory import call_lending
 from megatron_untied.tracing.live_bytes import LiveBytes, Peak
 from megatron_untied.tracing.stand_ins import fsdp_categories, ranks_like_this_one, update
 from megatron_untied.training.batch import Batch
@@ -67,7 +68,7 @@ class StepTracer:
             self.mode, self.arena = FakeTensorMode(), HostArena.for_tracing()
             self.live = LiveBytes(self.progress, FastFakes(self.mode))
         else:
-            self.mode, self.live = contextlib.nullcontext(), LiveBytes(self.progress)
+            self.mode, self.live = contextlib.nullcontext(), LiveBytes(self.progress, call_lending)
             self.arena = HostArena.for_device(current_device())
 
     def run(self, groups: ProcessGroupCollection) -> StepTrace:

@@ -29,8 +29,8 @@ from megatron_untied.training.initialize import errors_in_one_line, read_launch
 from megatron_untied.training.pretrain import pretrain
 
 
-def model_provider(config, groups) -> UntiedGPTModel:
-    """This rank's share of the model, its weights not drawn yet."""
+def model_provider(config, groups, progress) -> UntiedGPTModel:
+    """This rank's share of the model, its weights not drawn yet; it reports to ``progress``."""
     documents = config.data.dataloader_inter_document_masking
     kernel = attention_kernel(
         config.model, config.precision, config.attention_backend, documents=documents
@@ -43,6 +43,7 @@ def model_provider(config, groups) -> UntiedGPTModel:
         groups,
         kernel=kernel,
         transformer_impl=config.transformer_impl,
+        progress=progress,
     )
 
 

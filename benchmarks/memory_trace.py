@@ -27,6 +27,7 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
+from megatron_untied.phases import Phase
 from megatron_untied.planner.auto import is_automatic
 from megatron_untied.planner.flags import complete
 from megatron_untied.tracing.step import StepTrace, trace_step
@@ -82,7 +83,7 @@ def print_trace(trace: StepTrace, console: Console) -> None:
     for name, peak in trace.peak_by_phase.items():
         style = "bold" if name == trace.peak_phase else ""
         phases.add_row(name, f"{peak.num_bytes / GIB:.2f}", style=style)
-    causes = Table("GiB", "allocated by", title=f"Alive at the peak, in {trace.peak_phase}")
+    causes = Table("GiB", "allocated for", title=f"Alive at the peak, in {trace.peak_phase}")
     for cause, num_bytes in trace.peak.by_cause.items():
         if num_bytes >= trace.peak.num_bytes / 1000:
             causes.add_row(f"{num_bytes / GIB:.2f}", cause)
@@ -97,18 +98,20 @@ def print_trace(trace: StepTrace, console: Console) -> None:
 
 
 COLORS = {
-    "set-up": "lightgray",
-    "between layers, forward": "lightsteelblue",
-    "attention forward": "tab:blue",
-    "tiles forward": "cornflowerblue",
-    "loss": "tab:orange",
-    "between layers, backward": "mistyrose",
-    "tiles backward, down to attention": "salmon",
-    "attention backward": "tab:red",
-    "tiles backward, from attention": "indianred",
-    "optimizer step": "gray",
+    Phase.SETUP: "lightgray",
+    Phase.FORWARD: "lightsteelblue",
+    Phase.ATTENTION_FORWARD: "tab:blue",
+    Phase.MLP_FORWARD: "cornflowerblue",
+    Phase.LOSS: "tab:orange",
+    Phase.BACKWARD: "mistyrose",
+    Phase.RECOMPUTE_ATTENTION: "tab:blue",
+    Phase.RECOMPUTE_MLP: "cornflowerblue",
+    Phase.MLP_BACKWARD: "salmon",
+    Phase.ATTENTION_BACKWARD: "tab:red",
+    Phase.QKV_BACKWARD: "indianred",
+    Phase.OPTIMIZER: "gray",
 }
-"""Of phases; one that runs again in backward is hatched."""
+HATCHED = {Phase.RECOMPUTE_ATTENTION, Phase.RECOMPUTE_MLP}
 
 
 def draw(trace: StepTrace, title: str):
@@ -116,11 +119,10 @@ def draw(trace: StepTrace, title: str):
     figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
     told = set()
     for place, (phase, num_bytes) in enumerate(trace.timeline):
-        name, again = phase.removesuffix(", again"), phase.endswith(", again")
         label = None if phase in told else phase
         told.add(phase)
-        hatch = "///" if again else None
-        axes.bar(place, num_bytes / GIB, 1, color=COLORS[name], hatch=hatch, label=label)
+        hatch = "///" if phase in HATCHED else None
+        axes.bar(place, num_bytes / GIB, 1, color=COLORS[phase], hatch=hatch, label=label)
     axes.axhline(trace.model_state_bytes / GIB, color="black", linestyle=":")
     axes.set(title=title, ylabel="device memory, GiB", xticks=[])
     axes.set(xlabel="a step, phase after phase; dotted: between steps")

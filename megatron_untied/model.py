@@ -41,8 +41,10 @@ from megatron_untied.context_parallel.self_attention import (
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout
 from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
 from megatron_untied.norms import deferred
+from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.platform.device import current_device
 from megatron_untied.rope import RotaryTable
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming.activation_store import ActivationStore
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.streaming.layer import StreamingContext, UntiedTransformerLayer
@@ -68,7 +70,8 @@ class UntiedGPTModel(GPTModel):
                 chunk_size=loss_chunk_size,
                 tp_group=self.pg_collection.tp,
                 sequence_parallel=self.config.sequence_parallel,
-            )
+            ),
+            attention_context.progress,
         )
 
     def describe(self) -> str:
@@ -98,6 +101,10 @@ class UntiedGPTModel(GPTModel):
             tokens, None, None, labels=labels, loss_mask=token_weights, packed_seq_params=sequence
         )
 
+    def _preprocess(self, *args, **kwargs) -> tuple:
+        with allocating(MemoryCategory.RESIDUAL):  # the embedding's output
+            return super()._preprocess(*args, **kwargs)
+
     def _postprocess(self, hidden_states, labels=None, loss_mask=None, **kwargs) -> Tensor:
         if labels is None:
             if isinstance(self, FSDPModule) and torch.is_grad_enabled():
@@ -120,9 +127,9 @@ class UntiedGPTModel(GPTModel):
 class Loss(nn.Module):
     """A loss as a module, so that full sharding can gather the output matrix for the call."""
 
-    def __init__(self, cross_entropy: Callable[..., Tensor]):
+    def __init__(self, cross_entropy: Callable[..., Tensor], progress: StepProgress):
         super().__init__()
-        self.cross_entropy = cross_entropy
+        self.cross_entropy, self.progress = cross_entropy, progress
 
     def forward(
         self,
@@ -133,7 +140,8 @@ class Loss(nn.Module):
         norm: nn.Module,
     ) -> Tensor:
         """See :func:`chunked_cross_entropy`. ``matrix`` is asked for when it has been gathered."""
-        return self.cross_entropy(hidden, matrix(), labels, token_weights, norm=norm)
+        with self.progress.phase(Phase.LOSS):
+            return self.cross_entropy(hidden, matrix(), labels, token_weights, norm=norm)
 
 
 def build_model(
@@ -146,11 +154,13 @@ def build_model(
     kernel: AttentionKernel | None = None,
     arena: HostArena | None = None,
     transformer_impl: TransformerImpl = "local",
+    progress: StepProgress | None = None,
 ) -> UntiedGPTModel:
     """The model of this rank, with uninitialized weights, on the current default device.
 
     ``kernel`` computes its attention and ``arena`` is where its layers keep what goes to the host;
-    None takes what is right for this machine.
+    None takes what is right for this machine. The model states its phases to ``progress``, None is
+    for a model that is trained by another loop.
     """
     if kernel is None:
         kernel = attention_kernel(model, precision)
@@ -158,7 +168,7 @@ def build_model(
         arena = HostArena.for_device(current_device())
     backend = choose_backend(transformer_impl, model.normalization)
     config = transformer_config(model, parallel, precision, transformer_impl)
-    context = attention_context(model, parallel, groups, kernel)
+    context = attention_context(model, parallel, groups, kernel, progress)
     layer = layer_spec(config, backend, context, memory, arena)
     return UntiedGPTModel(
         config=config,
@@ -198,6 +208,7 @@ def attention_context(
     parallel: ParallelConfig,
     groups: ProcessGroupCollection,
     kernel: AttentionKernel,
+    progress: StepProgress | None = None,
 ) -> AttentionContext:
     """What the attention modules of one model share: layout, rotary table, kernel, buffers."""
     ulysses, ring = context_parallel_groups(parallel, groups)
@@ -212,6 +223,7 @@ def attention_context(
         window=model.window_size,
         rotary=RotaryTable(model.rotary, model.kv_channels),
         workspace=Workspace(),
+        progress=progress or StepProgress(),
     )
 
 

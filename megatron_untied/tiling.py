@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron_untied.phases import MemoryCategory, allocating
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -61,7 +63,8 @@ class GradientSums:
         if name in self._sums:
             self._sums[name] += gradient
         else:
-            self._sums[name] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            with allocating(MemoryCategory.WEIGHT_GRADIENTS):
+                self._sums[name] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
     def in_order(self) -> list[Tensor | None]:
         """One gradient for each parameter of the module, None where it is frozen."""

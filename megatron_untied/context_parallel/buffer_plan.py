@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_untied.context_parallel.head_schedule import ChunkAssignment, HeadSchedule
+from megatron_untied.phases import allocating
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -391,7 +392,8 @@ class Workspace:
         if held is None or held.numel() < buffer.numel or (held.dtype, held.device) != wanted:
             held = None
             self._held.pop(buffer.memory, None)  # freed before its successor is made
-            held = torch.empty(buffer.numel, dtype=buffer.dtype, device=device)
+            with allocating(f"workspace: {buffer.memory}"):
+                held = torch.empty(buffer.numel, dtype=buffer.dtype, device=device)
             self.num_allocations += 1
         self._held[buffer.memory] = held
         return held[: buffer.numel]

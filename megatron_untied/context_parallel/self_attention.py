@@ -27,6 +27,7 @@ from megatron_untied.context_parallel.ulysses import (
     SavedAttention,
     UntiedUlysses,
 )
+from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.rope import RotaryTable, rotate_
 from megatron_untied.step_progress import StepProgress
 
@@ -52,7 +53,7 @@ class AttentionContext:
     """None where each sequence brings what it is rotated by."""
     workspace: Workspace
     progress: StepProgress = field(default_factory=StepProgress)
-    """Is given how far attention is."""
+    """Where the step is; passed by the training loop."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.ring is not None:
@@ -65,10 +66,11 @@ class AttentionContext:
         """Rows of the rotary table for this rank's n tokens."""
         if sequence.cos_sin is not None:
             return sequence.cos_sin
-        positions = sequence.positions
-        if positions is None:
-            positions = self.layout.positions(n, device)
-        return self.rotary.at(positions)
+        with allocating(MemoryCategory.INPUTS):
+            positions = sequence.positions
+            if positions is None:
+                positions = self.layout.positions(n, device)
+            return self.rotary.at(positions)
 
 
 class UntiedUlyssesSelfAttention(SelfAttention):
@@ -176,7 +178,8 @@ def attention_forward(
     """
     source = FinishedProjections(x, rotary)
     slots = _head_major("out", ulysses.sizes(source, attention), ulysses.workspace, x.q.device)
-    lse = ulysses.forward(source, slots, attention)
+    with ulysses.progress.phase(Phase.ATTENTION_FORWARD):
+        lse = ulysses.forward(source, slots, attention)
     return slots.rows([slice(0, len(x.q))]), lse
 
 
@@ -199,7 +202,8 @@ def attention_backward(
     )
     slots.write(everything, out)
     grad.write(everything, d_out)
-    dk, dv = ulysses.backward(source, SavedAttention(slots, lse), grad, attention)
+    with ulysses.progress.phase(Phase.ATTENTION_BACKWARD):
+        dk, dv = ulysses.backward(source, SavedAttention(slots, lse), grad, attention)
     dq = grad.rows([everything])
     dq, dk = (rotate_(each, *rotary, adjoint=True) for each in (dq, dk))
     return QkvGrads(dq, dk.to(x.k.dtype), dv.to(x.v.dtype))

@@ -144,7 +144,7 @@ class UntiedUlysses:
             if self.schedule.overlap:
                 loading = self._load(j + 1, inputs, loaded)  # travels while this chunk attends
 
-            self.progress.chunk("forward", j)
+            self.progress.chunk(j)
             if self.exchange.size > 1:
                 o = memory.head_sharded(buffers.out[j], len(mine.query_heads))
             else:  # nothing will travel: attend into the slot itself
@@ -188,7 +188,7 @@ class UntiedUlysses:
             if self.schedule.overlap:
                 loading = self._load(j + 1, inputs, loaded)  # travels while this chunk attends
 
-            self.progress.chunk("backward", j)
+            self.progress.chunk(j)
             dkv.begin(mine)
             dq = loaded.d_out
             if not buffers.dq_over_d_out:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_untied.phases import Phase
 from megatron_untied.planner.attention import AttentionBuffers
 from megatron_untied.planner.causes import Bytes, Cause
 from megatron_untied.planner.stash import Placement
@@ -17,7 +18,9 @@ class PlainStep(Step):
     def forward(self, layer: int) -> Iterator[Moment]:
         """See :class:`Step`."""
         rest = self.in_forward + self.weights.gathered_forward(layer) + self._saved(layer + 1)
-        yield Moment("layers forward", rest + self.residual + self._workspace(backward=False))
+        yield Moment(
+            Phase.ATTENTION_FORWARD, rest + self.residual + self._workspace(backward=False)
+        )
 
     def backward(self, layer: int) -> Iterator[Moment]:
         """See :class:`Step`."""
@@ -28,9 +31,9 @@ class PlainStep(Step):
             + self.weights.reducing_backward(layer) + self._saved(layer + 1) + self.residual
         )  # fmt: skip
         geo = self.geometry
-        yield Moment("layers backward", rest + self._mlp_backward())
+        yield Moment(Phase.BACKWARD, rest + self._mlp_backward())
         attending = rest - self._saved_by_mlp() + self._workspace(backward=True)
-        yield Moment("layers backward", attending)
+        yield Moment(Phase.ATTENTION_BACKWARD, attending)
 
     def kept(self) -> Bytes:
         """See :class:`Step`."""

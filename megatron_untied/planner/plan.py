@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_untied.context_parallel.head_schedule import ChunkAssignment
+from megatron_untied.phases import Phase
 from megatron_untied.planner.causes import Bytes, Cause
 from megatron_untied.planner.geometry import Geometry
 from megatron_untied.planner.host import stash_host_bytes
@@ -52,9 +53,9 @@ class Plan:
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
     @cached_property
-    def phases(self) -> dict[str, Moment]:
+    def phases(self) -> dict[Phase, Moment]:
         """The highest moment of each phase, in the order of a step."""
-        highest: dict[str, Moment] = {}
+        highest: dict[Phase, Moment] = {}
         for moment in self.moments:
             before = highest.get(moment.phase)
             if before is None or moment.num_bytes > before.num_bytes:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_untied.phases import Phase
 from megatron_untied.planner.causes import Bytes, Cause
 from megatron_untied.planner.geometry import Geometry
 from megatron_untied.planner.loss import loss_bytes
@@ -15,7 +16,7 @@ from megatron_untied.planner.sharding import ShardedWeights
 class Moment:
     """Device memory at one moment of a step."""
 
-    phase: str
+    phase: Phase
     by_cause: Bytes
     layer: int | None = None
 
@@ -39,17 +40,17 @@ class Step:
 
     def moments(self) -> Iterator[Moment]:
         """The highest moments of each phase, in the order of a step."""
-        yield Moment("between layers, forward", self._embedding_forward())
+        yield Moment(Phase.FORWARD, self._embedding_forward())
         layers = self._layers()
         for layer in layers:
             yield from _of(layer, self.forward(layer))
-        yield Moment("between layers, forward", self._before_loss())
-        yield Moment("loss", self._loss())
-        yield Moment("between layers, backward", self._after_loss())
+        yield Moment(Phase.FORWARD, self._before_loss())
+        yield Moment(Phase.LOSS, self._loss())
+        yield Moment(Phase.BACKWARD, self._after_loss())
         for layer in reversed(layers):
             yield from _of(layer, self.backward(layer))
-        yield Moment("between layers, backward", self._embedding_backward())
-        yield Moment("optimizer step", self._optimizer_step())
+        yield Moment(Phase.BACKWARD, self._embedding_backward())
+        yield Moment(Phase.OPTIMIZER, self._optimizer_step())
 
     def forward(self, layer: int) -> Iterator[Moment]:
         """Those of one layer's forward."""

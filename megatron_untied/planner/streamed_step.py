@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_untied.phases import Phase
 from megatron_untied.planner.buffers import StreamedBuffers
 from megatron_untied.planner.causes import Bytes, Cause
 from megatron_untied.planner.parameters import (
@@ -29,9 +30,9 @@ class StreamedStep(Step):
         )  # fmt: skip
         counted = place.selective and place.lse_on_device(layer)  # with what is kept
         attending = rest + self._residual_in_attention + self.tiles.projecting()
-        yield Moment("attention forward", attending + (Bytes() if counted else lse))
+        yield Moment(Phase.ATTENTION_FORWARD, attending + (Bytes() if counted else lse))
         after = rest + self.residual + self.tiles.after_forward()
-        yield Moment("tiles forward", after + (Bytes() if place.selective else lse))
+        yield Moment(Phase.MLP_FORWARD, after + (Bytes() if place.selective else lse))
 
     def backward(self, layer: int) -> Iterator[Moment]:
         """See :class:`Step`."""
@@ -41,7 +42,7 @@ class StreamedStep(Step):
         yield from self._to_attention(rest + self.residual + self.buffers.to_attention(layer))
         yield from self._attention_backward(layer, rest + self._residual_in_attention)
         yield self._from_attention(rest + self.residual + self.buffers.from_attention(layer))
-        yield Moment("between layers, backward", self._after(layer))
+        yield Moment(Phase.BACKWARD, self._after(layer))
 
     def kept(self) -> Bytes:
         """See :class:`Step`."""
@@ -82,7 +83,7 @@ class StreamedStep(Step):
         """The group of ``layer`` is rebuilt when its backward begins."""
         place = self.placement
         if not place.selective:
-            yield Moment("attention forward, again", rest + self.tiles.projecting())
+            yield Moment(Phase.RECOMPUTE_ATTENTION, rest + self.tiles.projecting())
         members = layer - place.first_of_group(layer) + 1
         if members > 1:
             yield from self._inputs_again(rest)
@@ -93,26 +94,28 @@ class StreamedStep(Step):
 
     def _inputs_again(self, rest: Bytes) -> Iterator[Moment]:
         """An input is made again, and copied to where it is kept."""
-        yield Moment("tiles forward, again", rest + self.tiles.after_forward())
-        yield Moment("between layers, backward", rest + self.residual)
+        yield Moment(Phase.RECOMPUTE_MLP, rest + self.tiles.after_forward())
+        yield Moment(Phase.BACKWARD, rest + self.residual)
 
     def _to_attention(self, rest: Bytes) -> Iterator[Moment]:
-        name, after = "tiles backward, down to attention", self._after_attention
+        after = self._after_attention
         earlier_tiles = fp32_sums(after) if self.geometry.num_tiles > 1 else Bytes()
-        yield Moment(name, rest + self.tiles.after_backward() + earlier_tiles)
-        yield Moment(name, rest + self.tiles.after_backward_end(after) + fp32_sums(after))
+        yield Moment(Phase.MLP_BACKWARD, rest + self.tiles.after_backward() + earlier_tiles)
+        yield Moment(
+            Phase.MLP_BACKWARD, rest + self.tiles.after_backward_end(after) + fp32_sums(after)
+        )
 
     def _attention_backward(self, layer: int, rest: Bytes) -> Iterator[Moment]:
         rest += self.buffers.attention_backward(layer) + fp32_sums(self._after_attention)
         loading = self.buffers.home_when_loading(layer) + self.tiles.projecting()
-        yield Moment("attention backward", rest + loading)
-        yield Moment("attention backward", rest + self.buffers.kernel(layer))
+        yield Moment(Phase.ATTENTION_BACKWARD, rest + loading)
+        yield Moment(Phase.ATTENTION_BACKWARD, rest + self.buffers.kernel(layer))
 
     def _from_attention(self, rest: Bytes) -> Moment:
         after, before = self._after_attention, self._before_attention
         weights = fp32_sums(after, before) if self.geometry.num_tiles > 1 else fp32_sums(after)
         tile = self.tiles.before_backward(before)
-        return Moment("tiles backward, from attention", rest + tile + weights)
+        return Moment(Phase.QKV_BACKWARD, rest + tile + weights)
 
     def _after(self, layer: int) -> Bytes:
         """The layer's gradients start to be reduced."""

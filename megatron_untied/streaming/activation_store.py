@@ -23,6 +23,7 @@ from megatron_untied.context_parallel.exchange import DeviceHeadMajor, HeadMajor
 from megatron_untied.context_parallel.kv_gradients import MakeSums
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import LogSumExps
+from megatron_untied.phases import MemoryCategory, allocating
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host import HostHeadMajor, HostRows
 from megatron_untied.streaming.host_arena import HostArena, HostSlot
@@ -127,7 +128,8 @@ class ActivationStore:
     def keep_rows(self, saved: SavedLayer, x: Tensor) -> Copy | None:
         """Keep ``x`` as the layer's input; it may change once the returned copy was waited for."""
         if saved.index >= self.host_layers:
-            saved.x = DeviceRows(x.clone())
+            with allocating(MemoryCategory.KEPT):
+                saved.x = DeviceRows(x.clone())
             return None
         slot = self.arena.reserve(x.shape, x.dtype)
         saved.x = HostRows(slot, self.workspace, x.device)
@@ -142,7 +144,8 @@ class ActivationStore:
         if self.park or index < self.host_layers:
             return self._on_host(Staging.of_out(spec.sizes, spec.tile_tokens), spec)
         if is_kept:
-            storage = torch.empty(spec.layout.numel, dtype=spec.sizes.dtype, device=spec.device)
+            with allocating(MemoryCategory.KEPT):
+                storage = torch.empty(spec.layout.numel, dtype=spec.sizes.dtype, device=spec.device)
             return DeviceHeadMajor(storage, spec.layout)
         return self._shared("out", spec)
 

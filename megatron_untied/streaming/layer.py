@@ -26,7 +26,9 @@ from torch import Tensor
 from megatron_untied.context_parallel.exchange import HeadMajor
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import Attention, SavedAttention
+from megatron_untied.phases import Phase
 from megatron_untied.rope import rotate_
+from megatron_untied.step_progress import LayerProgress
 from megatron_untied.streaming.activation_store import (
     ActivationStore,
     CheckpointGroup,
@@ -129,6 +131,11 @@ class UntiedTransformerLayer(TransformerLayer):
                 "output tensor."
             )
 
+    @property
+    def progress(self) -> LayerProgress:
+        """Where this layer states its phases."""
+        return self.self_attention.ulysses.progress
+
     def tiles(self, num_local: int) -> list[Tile]:
         """The tiles of a residual of ``num_local`` rows."""
         gathered = self.tp_group.size() if self.config.sequence_parallel else 1
@@ -157,14 +164,16 @@ class _StreamedLayer(torch.autograd.Function):
         if saved is not None and store.keeps_input(saved):
             leaving = store.keep_rows(saved, x)
         with offload_during(x, store, copy=saved and saved.x) as rows:
-            out, lse = attend(layer, rows, sequence, is_kept=keeps_attention)
+            with layer.progress.phase(Phase.ATTENTION_FORWARD):
+                out, lse = attend(layer, rows, sequence, is_kept=keeps_attention)
         if leaving is not None:
             leaving.wait()
         # mark_dirty would say that x is overwritten, but FSDP2 hands x over as a view made by a
         # custom Function, and autograd refuses to modify that. An alias shares the version
         # counter, so an operation that saved x for its own backward still notices.
         result = x.detach()
-        finish(layer, DeviceRows(x), out, result)
+        with layer.progress.phase(Phase.MLP_FORWARD):
+            finish(layer, DeviceRows(x), out, result)
         if keeps_attention:
             saved.out, saved.lse = out, lse
         else:
@@ -221,16 +230,19 @@ def layer_backward(
     attention = layer.self_attention.attention_over(sequence)
     sums, projections = GradientSums(layer), _projections(layer, x, sequence)
     d_out = store.d_out(_slots(layer, projections, attention))
-    _after_attention_backward(layer, gradient, x, y.out, d_out, sums)
+    with layer.progress.phase(Phase.MLP_BACKWARD):
+        _after_attention_backward(layer, gradient, x, y.out, d_out, sums)
     with offload_during(gradient, store):
         # As much room for the sum of one head as a tile of all heads takes.
         rows = layer.streaming.tile_size * ulysses.schedule.num_heads
         make_sums = store.make_sums(rows, projections.device)
-        dk, dv = ulysses.backward(projections, y, d_out, attention, make_sums)
+        with layer.progress.phase(Phase.ATTENTION_BACKWARD):
+            dk, dv = ulysses.backward(projections, y, d_out, attention, make_sums)
         # What follows needs none of the chunk loop's buffers, but their memory.
         store.workspace.release()
     dq = d_out  # slot by slot
-    _before_attention_backward(layer, gradient, projections, (dq, dk, dv), sums)
+    with layer.progress.phase(Phase.QKV_BACKWARD):
+        _before_attention_backward(layer, gradient, projections, (dq, dk, dv), sums)
     dq.release()
     return sums
 

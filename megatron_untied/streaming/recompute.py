@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_untied.context_parallel.exchange import HeadMajor
+from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.streaming.activation_store import (
     ActivationStore,
     CheckpointGroup,
@@ -37,7 +38,8 @@ def recompute(
             _gather(saved.layer)
         if saved.out is None:
             is_kept = following is not None
-            saved.out, saved.lse = attend(saved.layer, saved.x, group.sequence, is_kept=is_kept)
+            with saved.layer.progress.phase(Phase.RECOMPUTE_ATTENTION):
+                saved.out, saved.lse = attend(saved.layer, saved.x, group.sequence, is_kept=is_kept)
         if following is not None:
             _keep_output(saved, following, store, finish)
             if following is not members[-1]:
@@ -49,8 +51,10 @@ def _keep_output(
     saved: SavedLayer, following: SavedLayer, store: ActivationStore, finish: Callable[..., None]
 ) -> None:
     """The input of the layer that follows, from the input and attention of ``saved``."""
-    result = torch.empty(saved.x.shape, dtype=saved.x.dtype, device=saved.x.device)
-    finish(saved.layer, saved.x, saved.out, result)
+    with allocating(MemoryCategory.RESIDUAL):
+        result = torch.empty(saved.x.shape, dtype=saved.x.dtype, device=saved.x.device)
+    with saved.layer.progress.phase(Phase.RECOMPUTE_MLP):
+        finish(saved.layer, saved.x, saved.out, result)
     leaving = store.keep_rows(following, result)
     if leaving is not None:
         leaving.wait()

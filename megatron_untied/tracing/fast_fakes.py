@@ -153,6 +153,8 @@ def _kind(func: OpOverload) -> Kind | None:
 
 def may_allocate(func: OpOverload) -> bool:
     """Whether a tensor that ``func`` returns may have other memory than its arguments had."""
+    if func.namespace == "c10d":  # a collective writes to tensors that it is given
+        return False
     return _kind(func) in (None, "function")
 
 

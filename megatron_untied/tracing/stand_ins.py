@@ -1,14 +1,17 @@
 """What megatron-core does that ranks without numbers and without each other cannot."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from megatron_untied.phases import MemoryCategory, allocating
 from megatron_untied.training.optimizer import MegatronSharding
 from megatron_untied.training.sharding import Sharding
 
@@ -32,6 +35,29 @@ def ranks_like_this_one() -> Iterator[None]:
         ),
     ):
         yield
+
+
+@contextlib.contextmanager
+def fsdp_categories() -> Iterator[None]:
+    """Attributes what torch's FSDP2 allocates: gathered weights, and gradients being reduced."""
+    with contextlib.ExitStack() as patches:
+        for name, category in (
+            ("unshard", MemoryCategory.GATHERED),
+            ("wait_for_unshard", MemoryCategory.GATHERED),
+            ("post_backward", MemoryCategory.WEIGHT_GRADIENTS),
+        ):
+            method = _attributed(getattr(FSDPParamGroup, name), category)
+            patches.enter_context(patch.object(FSDPParamGroup, name, method))
+        yield
+
+
+def _attributed(method: Callable[..., Any], category: MemoryCategory) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with allocating(category):
+            return method(*args, **kwargs)
+
+    return call
 
 
 def update(sharding: Sharding) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from megatron_untied.phases import Phase
 from megatron_untied.platform import device
 from megatron_untied.training.batch import Batch
 from megatron_untied.training.learner import Learner
@@ -23,7 +24,8 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=device.current_device())  # loss, tokens
     for batches in global_batches:
         for batch in batches:
-            sums[0] += forward_step(learner.model, batch, batch.loss_mask)
+            with learner.progress.phase(Phase.FORWARD):
+                sums[0] += forward_step(learner.model, batch, batch.loss_mask)
             sums[1] += batch.loss_mask.count_nonzero()
     dist.all_reduce(sums, group=learner.groups.dp_cp)
     learner.model.train()

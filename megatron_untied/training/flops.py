@@ -5,6 +5,7 @@ in :func:`slow_step_seconds`, which says how long a step may take.
 """
 
 from megatron_untied.config import MemoryConfig, ModelConfig
+from megatron_untied.phases import Phase
 from megatron_untied.step_progress import COST
 
 
@@ -40,8 +41,10 @@ def slow_step_seconds(
 
 def attention_units(memory: MemoryConfig) -> float:
     """Attention of a layer in a step, in forwards of it; at most, where that is left open."""
-    again = COST["recompute"] if memory.recompute_granularity in ("full", "auto") else 0.0
-    return COST["forward"] + again + COST["backward"]
+    again = (
+        COST[Phase.RECOMPUTE_ATTENTION] if memory.recompute_granularity in ("full", "auto") else 0.0
+    )
+    return COST[Phase.ATTENTION_FORWARD] + again + COST[Phase.ATTENTION_BACKWARD]
 
 
 def attention_flops(model: ModelConfig, *, seq_length: int) -> int:

@@ -17,6 +17,7 @@ from megatron_untied.sharding.gradients import (
 from megatron_untied.sharding.initialize_weights import initialize_shards
 from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.sharding.row_shards import RowShards
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.config import OptimizationConfig, RunConfig
 from megatron_untied.training.sharding import ModelProvider
 
@@ -29,10 +30,11 @@ class FullSharding:
         model_provider: ModelProvider,
         config: RunConfig,
         groups: ProcessGroupCollection,
+        progress: StepProgress,
     ):
         with torch.device("meta"):  # no rank ever holds the whole model
             # In the precision that its kernel is chosen for; its rows are fp32 all the same.
-            self.model = model_provider(config, groups)
+            self.model = model_provider(config, groups, progress)
         self.layouts = parameter_layouts(
             self.model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
         )

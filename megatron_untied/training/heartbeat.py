@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_untied.phases import Phase
 from megatron_untied.platform import device
 from megatron_untied.step_progress import Place, StepProgress
 from megatron_untied.training.config import RunConfig
@@ -92,7 +93,7 @@ def heartbeat_of_setup(
 ) -> Heartbeat:
     """A heartbeat for what takes long before the first step, such as building datasets."""
     progress = StepProgress()
-    progress.begin("start", doing=doing)
+    progress.begin(doing, phase=Phase.SETUP)
 
     def say(line: str) -> None:
         if launch.rank == 0:

@@ -26,16 +26,13 @@ class Learner:
     groups: ProcessGroupCollection
     state: TrainingState
     """The same objects, as checkpoints see them."""
+    progress: StepProgress
+    """Where the step that is running is; the model states its phases to the same object."""
 
     @property
     def model(self) -> nn.Module:
         """The model to call."""
         return self.sharding.model
-
-    @property
-    def progress(self) -> StepProgress:
-        """How far the step that is running is."""
-        return unwrap_model(self.model).attention_context.progress
 
     @property
     def num_parameters(self) -> int:
@@ -53,11 +50,14 @@ class Learner:
 
 
 def build_learner(
-    model_provider: ModelProvider, config: RunConfig, groups: ProcessGroupCollection
+    model_provider: ModelProvider,
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    progress: StepProgress,
 ) -> Learner:
     """Build this rank's share of the model, draw its weights, make its optimizer; collective."""
     kind = FullSharding if config.optimization.use_torch_fsdp2 else MegatronSharding
-    sharding = kind(model_provider, config, groups)
+    sharding = kind(model_provider, config, groups, progress)
     scheduler = build_scheduler(sharding, config)
     state = TrainingState(
         model_config=config.model,
@@ -66,4 +66,6 @@ def build_learner(
         scheduler=scheduler,
         groups=groups,
     )
-    return Learner(sharding=sharding, scheduler=scheduler, groups=groups, state=state)
+    return Learner(
+        sharding=sharding, scheduler=scheduler, groups=groups, state=state, progress=progress
+    )

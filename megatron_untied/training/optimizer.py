@@ -17,6 +17,7 @@ from megatron_untied.platform import device
 from megatron_untied.sharding.distributed_optimizer import OptimizerShards
 from megatron_untied.sharding.initialize_weights import initialize_shards, initialize_weights
 from megatron_untied.sharding.parameter_layout import parameter_layouts
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.sharding import ModelProvider, Sharding
 
@@ -32,9 +33,10 @@ class MegatronSharding:
         model_provider: ModelProvider,
         config: RunConfig,
         groups: ProcessGroupCollection,
+        progress: StepProgress,
     ):
         with device.current_device():
-            bare_model = model_provider(config, groups)
+            bare_model = model_provider(config, groups, progress)
         require_all_trained(bare_model)
         initialize_weights(bare_model, config.model, config.seed, groups.tp)
         self.layouts = parameter_layouts(

@@ -12,9 +12,11 @@ from megatron_untied.checkpoint import (
     save_checkpoint,
 )
 from megatron_untied.data.datasets import Datasets
+from megatron_untied.phases import Phase
 from megatron_untied.planner.auto import choose, describe, is_automatic
 from megatron_untied.planner.here import this_machine
 from megatron_untied.platform import device
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.batch import GetBatch, global_batches
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.evaluate import evaluate
@@ -48,7 +50,8 @@ def pretrain(
     Args:
         config: the whole run, from ``parse_arguments``.
         launch: this rank's place among the others, from ``read_launch``.
-        model_provider: builds the bare model of this rank; its weights are drawn here.
+        model_provider: builds the bare model of this rank, which states its phases to the progress
+            object that it is given; its weights are drawn here.
         datasets_provider: opens ``config.num_samples`` samples.
         get_batch: cuts this rank's shard from a micro-batch.
         forward_step: this rank's part of the loss of a shard.
@@ -65,7 +68,8 @@ def pretrain(
             require_place_to_save(config.checkpoint.save)
         with heartbeat_of_setup("building datasets", config, launch, store):
             datasets = datasets_provider(config)
-        learner = build_learner(model_provider, config, groups)
+        step_progress = StepProgress(device.record_event)
+        learner = build_learner(model_provider, config, groups, step_progress)
         progress = load_checkpoint(config.checkpoint, learner.state, seed=config.seed)
         report = Reporter(config, launch, start=progress)
         report.open_sinks()
@@ -77,13 +81,13 @@ def pretrain(
         batches = global_batches_of(datasets.valid)
         some = itertools.islice(batches, config.evaluation.eval_iters)
         units = layer_passes * config.evaluation.eval_iters
-        learner.progress.begin(f"evaluation after iteration {iteration}", units)
+        step_progress.begin(f"evaluation after iteration {iteration}", units)
         return evaluate(learner, some, forward_step=forward_step)
 
     layer_passes = config.model.num_layers * config.batch.num_micro_batches(groups.dp.size())
     step_units = layer_passes * attention_units(config.memory)
     heartbeat = Heartbeat(
-        learner.progress,
+        step_progress,
         Whereabouts(store.clone(), launch.rank, launch.world_size),
         say=report.say,
         every_seconds=config.logging.heartbeat_seconds,
@@ -100,7 +104,7 @@ def pretrain(
         train_batches = global_batches_of(datasets.train, progress.consumed_samples)
         num_samples = config.batch.global_batch_size
         for iteration in range(progress.iteration + 1, config.loop.train_iters + 1):
-            learner.progress.begin(f"iteration {iteration}", step_units)
+            step_progress.begin(f"iteration {iteration}", step_units)
             began = time.perf_counter()
             result = train_step(
                 learner, next(train_batches), num_samples=num_samples, forward_step=forward_step
@@ -117,7 +121,7 @@ def pretrain(
                 report.evaluation(iteration, validation_loss(iteration))
             exit_reason = early_exit.reason(iteration)
             if config.checkpoint.save and (exit_reason or config.saves_after(iteration)):
-                learner.progress.begin(f"checkpoint of iteration {iteration}", doing="saving")
+                step_progress.begin(f"checkpoint of iteration {iteration}", phase=Phase.CHECKPOINT)
                 report.say(f"saved {save(config, learner, progress)}")
             if exit_reason:
                 report.say(f"exiting after iteration {iteration}: {exit_reason}")

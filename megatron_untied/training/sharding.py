@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from megatron_untied.model import UntiedGPTModel
 from megatron_untied.sharding.parameter_layout import ParameterLayout
 from megatron_untied.sharding.shards import Shards
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.config import RunConfig
 
-ModelProvider = Callable[[RunConfig, ProcessGroupCollection], UntiedGPTModel]
+ModelProvider = Callable[[RunConfig, ProcessGroupCollection, StepProgress], UntiedGPTModel]
 """Builds the bare model of this tensor-parallel rank on the default device; its weights are drawn
-later."""
+later. The model states its phases to the progress object of the run."""
 
 
 class Sharding(Protocol):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_untied.phases import Phase
 from megatron_untied.platform import device
 from megatron_untied.training.batch import Batch, count_valid_tokens
 from megatron_untied.training.learner import Learner
@@ -44,10 +45,10 @@ def train_step(
     valid_tokens = count_valid_tokens(batches, ranks)
     sharding.zero_grad()
     lm_loss = forward_backward(learner, batches, valid_tokens, forward_step)
-    learner.progress.enter("optimizer")
-    dist.all_reduce(lm_loss, group=ranks)
-    updated, grad_norm = sharding.step()
-    learner.scheduler.step(increment=num_samples)
+    with learner.progress.phase(Phase.OPTIMIZER):
+        dist.all_reduce(lm_loss, group=ranks)
+        updated, grad_norm = sharding.step()
+        learner.scheduler.step(increment=num_samples)
     return StepResult(
         lm_loss=lm_loss.item(),
         grad_norm=float(grad_norm),
@@ -70,10 +71,10 @@ def forward_backward(
         which = f"micro-batch {number} of {len(batches)}" if len(batches) > 1 else ""
         is_last = batch is batches[-1]
         with contextlib.nullcontext() if is_last else sharding.more_to_come():
-            progress.enter("forward", which)
-            loss = forward_step(sharding.model, batch, batch.loss_mask / max(1, valid_tokens))
-            progress.enter("backward", which)
-            loss.backward()
+            with progress.phase(Phase.FORWARD, micro_batch=which):
+                loss = forward_step(sharding.model, batch, batch.loss_mask / max(1, valid_tokens))
+            with progress.phase(Phase.BACKWARD, micro_batch=which):
+                loss.backward()
         total += loss.detach()
     return total
 

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 
 import pretrain_gpt
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming import layer as streamed
 from megatron_untied.training.initialize import initialize
 from megatron_untied.training.learner import build_learner
@@ -73,14 +74,14 @@ def one_step(group, frozen: tuple[str, ...] = (), steps: int = 1, **flags):
     config = tiny_config(group.size(), num_layers=5, clip_grad=0, lr=0, **flags)
     groups = initialize(config, launch_of(group))
 
-    def model_provider(config, groups):
-        model = pretrain_gpt.model_provider(config, groups)
+    def model_provider(config, groups, progress):
+        model = pretrain_gpt.model_provider(config, groups, progress)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(frozen))
         return model
 
     learner = build_learner(
-        model_provider if frozen else pretrain_gpt.model_provider, config, groups
+        model_provider if frozen else pretrain_gpt.model_provider, config, groups, StepProgress()
     )
     for step in range(steps):
         batches = [batch_of(groups, seed=10 * step + number) for number in range(2)]

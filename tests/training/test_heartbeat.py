@@ -1,12 +1,15 @@
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron_untied.step_progress import StepProgress
+from megatron_untied.phases import Phase
+from megatron_untied.step_progress import LayerProgress, StepProgress
 from megatron_untied.training.heartbeat import Heartbeat, heartbeat_line, is_failed_collective
 from megatron_untied.training.whereabouts import Whereabouts
 from tests.launched import launch
@@ -23,6 +26,16 @@ def heartbeat(said: list[str], *, every: float, store=None, rank=0, world_size=1
     )
 
 
+@contextlib.contextmanager
+def attending(layer: LayerProgress, chunks: int) -> Iterator[None]:
+    """In the forward of a layer, after some of its chunks."""
+    with layer.phase(Phase.ATTENTION_FORWARD):
+        for chunk in range(chunks):
+            layer.chunk(chunk)
+            layer.attended()
+        yield
+
+
 def test_speaks_in_long_steps_only_and_at_its_interval():
     said = []
     beating = heartbeat(said, every=60)
@@ -32,14 +45,12 @@ def test_speaks_in_long_steps_only_and_at_its_interval():
     for seconds in range(0, 59, 10):
         beating._beat(now + seconds)
     assert not said
-    layer = progress.of_layer(0, num_layers=1, num_chunks=2)
-    layer.chunk("forward", 0)
-    layer.attended()
-    for seconds in range(60, 200, 10):
-        beating._beat(now + seconds)
+    with attending(progress.of_layer(0, num_layers=1, num_chunks=2), chunks=1):
+        for seconds in range(60, 200, 10):
+            beating._beat(now + seconds)
     assert len(said) == 3
     assert said[0] == (
-        "heartbeat: iteration 1, forward, layer 1 of 1, chunk 1 of 2 | 14.3% | "
+        "heartbeat: iteration 1, attention forward, layer 1 of 1, chunk 1 of 2 | 14.3% | "
         "elapsed: 0:01:00 | ETA: 0:06:00 |"
     )
     progress.begin("iteration 2", 3.5)
@@ -64,32 +75,39 @@ def test_no_end_is_foreseen_before_any_attention_is_done():
 def test_a_rank_that_gets_no_further_says_once_who_is_missing(capsys):
     store = dist.HashStore()
     beating, other = (heartbeat([], every=0, store=store, rank=r, world_size=2) for r in range(2))
-    for each, chunks in ((beating, 2), (other, 1)):
+    layers = []
+    for each in (beating, other):
         each._progress.begin("iteration 1", 1.0)
-        layer = each._progress.of_layer(4, num_layers=8, num_chunks=2)
-        for chunk in range(chunks):
-            layer.chunk("forward", chunk)
-            layer.attended()
+        layers.append(each._progress.of_layer(4, num_layers=8, num_chunks=2))
     now = time.monotonic()
-    for seconds in (0, 500, 545, 600):
-        other._beat(now)
-        beating._beat(now + seconds)
+    with attending(layers[0], chunks=2), attending(layers[1], chunks=1):
+        for seconds in (0, 500, 545, 600):
+            other._beat(now)
+            beating._beat(now + seconds)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
-    late = "rank 1 did not arrive, rank 1 last at iteration 1, forward, layer 5 of 8, chunk 1 of 2"
-    assert late in said[0]
+    assert (
+        "rank 1 did not arrive, rank 1 last at iteration 1, attention forward, layer 5 of 8, "
+        "chunk 1 of 2"
+    ) in said[0]
 
 
 @pytest.mark.parametrize(
     ("chunks", "text"),
     [
         ({0: 1, 1: 1}, "ranks 0, 1 came equally far; rank 0, which tells this, is at iteration 1"),
-        ({0: 0, 1: 2}, "rank 0 came late; rank 0, which tells this, is at iteration 1, reading; "),
-        ({0: 2, 1: 0, 2: 0}, "ranks 1, 2 did not arrive, ranks 1, 2 last at iteration 1, reading"),
+        (
+            {0: 0, 1: 2},
+            "rank 0 came late; rank 0, which tells this, is at iteration 1, data loading; ",
+        ),
+        (
+            {0: 2, 1: 0, 2: 0},
+            "ranks 1, 2 did not arrive, ranks 1, 2 last at iteration 1, data loading",
+        ),
         (
             {0: 1},
-            "rank 0, which tells this, is at iteration 1, forward, layer 1 of 1, chunk 1 of 2;"
-            " nothing is known of ranks 1, 2",
+            "rank 0, which tells this, is at iteration 1, attention forward, layer 1 of 1, "
+            "chunk 1 of 2; nothing is known of ranks 1, 2",
         ),
     ],
 )
@@ -98,9 +116,9 @@ def test_explains_other_ways_to_stop(chunks, text):
     for rank, count in chunks.items():
         progress = StepProgress(lambda: None)
         progress.begin("iteration 1", 1.0)
-        for chunk in range(count):
-            progress.of_layer(0, 1, 2).chunk("forward", chunk)
-        places[rank] = progress.reached()
+        layer = progress.of_layer(0, 1, 2)
+        with attending(layer, count) if count else contextlib.nullcontext():
+            places[rank] = progress.reached()
         Whereabouts(store, rank, 3).tell(places[rank])
     assert text in Whereabouts(store, 0, 3).explain(places[0])
 

@@ -6,6 +6,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 import pretrain_gpt
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import initialize
 from megatron_untied.training.learner import build_learner
 from megatron_untied.training.optimizer import build_scheduler
@@ -98,15 +99,15 @@ def test_main_weights_gradients_and_moments_are_fp32(flags, compute, distributed
 
 
 def refusal_of_a_frozen_embedding(group, **flags) -> str:
-    def model_provider(config, groups):
-        model = pretrain_gpt.model_provider(config, groups)
+    def model_provider(config, groups, progress):
+        model = pretrain_gpt.model_provider(config, groups, progress)
         model.embedding.word_embeddings.weight.requires_grad_(False)
         return model
 
     config = tiny_config(group.size(), **flags)
     groups = initialize(config, launch_of(group))
     with pytest.raises(ValueError, match="1 parameters are frozen") as refused:
-        build_learner(model_provider, config, groups)
+        build_learner(model_provider, config, groups, StepProgress())
     return str(refused.value)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron_untied.context_parallel.sequence import SequenceLayout
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.batch import Batch
 from megatron_untied.training.initialize import Launch, initialize
 from megatron_untied.training.learner import Learner, build_learner
@@ -31,7 +32,7 @@ def learner_on(group: dist.ProcessGroup, **changes: object) -> Learner:
     """The tiny model and its optimizer, without data."""
     config = tiny_config(group.size(), **changes)
     groups = initialize(config, launch_of(group))
-    return build_learner(pretrain_gpt.model_provider, config, groups)
+    return build_learner(pretrain_gpt.model_provider, config, groups, StepProgress())
 
 
 def launch_of(group: dist.ProcessGroup) -> Launch:

@@ -16,6 +16,7 @@ from megatron_untied.data.blend import SPLIT_NAMES, Blend, check_split, parse_bl
 from megatron_untied.data.config import DataConfig
 from megatron_untied.data.epochs import sample_indices
 from megatron_untied.data.indexed_files import IndexedFiles, open_indexed_files
+from megatron_untied.data.provenance import check_provenance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,7 @@ def build_datasets(
     """
     blend = parse_blend(data.data_path)
     files = [open_indexed_files(p, vocab_size=tokenizer.vocab_size) for p in blend.prefixes]
+    check_provenance([(pair.prefix, pair.lengths) for pair in files], tokenizer)
     config = _PackedDocumentsConfig(
         random_seed=seed,
         sequence_length=seq_length,

@@ -20,15 +20,19 @@ _LIBRARIES = {
     "HuggingFaceTokenizer": "huggingface",
     "NullTokenizer": "null",
 }
-# What pre-tokenizers and normalizers differ in. Ids of it are part of tokenizer_hash: token files
-# that exist name it, so a change here makes all of them another tokenizer's.
-_VARIED_TEXT = """The year 2023 had 31536000 seconds; 3.14159 and 1,234,567.89 are not 0x1F or 10e-7.
-I'll say: "don't", it's WE'VE they'd HeLLo camelCase snake_case kebab-case e.g. U.S.A. a@b.org
-def f(x: int) -> str:\n    if x != 0 and y >= 1:\n\treturn {'k': [x**2, x // 3]}  # why?\r\n\r\n\n
-   three spaces,  two, trailing \t\t tabs \t\n \n\n\n\n      end  
-naïve café Ångström ﬁ e\u0301 Ａ１ Ελληνικά Русский текст עברית العربية हिन्दी ไทย 日本語のテキスト 中文字符 한국어
-٣٤٥ ४५ ① ½ x² ™ €100 £5 😀👩‍💻🇩🇪 \u00a0nbsp\u200b\u2028\ufeff <html a="b">&amp;</html> \\frac{a}{b} $x_1^2$ ~`|^#%
-"""
+# What pre-tokenizers and normalizers differ in. Its ids are part of tokenizer_hash, which existing
+# token files name: a change here refuses all of them.
+_VARIED_TEXT = "\n".join(
+    (
+        "The year 2023 had 31536000 seconds; 3.14159 and 1,234,567.89 are not 0x1F or 10e-7.",
+        "I'll say: \"don't\", it's WE'VE HeLLo camelCase snake_case kebab-case e.g. U.S.A. a@b.org",
+        "def f(x: int):\n    if x != 0 and y >= 1:\n\treturn {'k': [x**2, x // 3]}  # ?\r\n\r\n\n",
+        "   three spaces,  two, trailing \t\t tabs \t\n \n\n\n\n      end  ",
+        "naïve café Ångström ﬁ e\u0301 Ａ１ Ελληνικά Русский текст עברית العربية हिन्दी ไทย",
+        "日本語のテキスト 中文字符 한국어 ٣٤٥ ४५ ① ½ x² ™ €100 £5 😀👩\u200d💻🇩🇪",
+        "\u00a0nbsp\u200b\u2028\ufeff <html a='b'>&amp;</html> \\frac{a}{b} $x_1^2$ ~`|^#%",
+    )
+)
 
 
 def build_tokenizer(
@@ -150,9 +154,7 @@ def _load(tokenizer_type: TokenizerType, model: str) -> MegatronTokenizerBase:
         ) from error
 
 
-def _follow_tokenizer_file(
-    tokenizer: MegatronTokenizerBase, folder: Path, *, quiet: bool
-) -> None:
+def _follow_tokenizer_file(tokenizer: MegatronTokenizerBase, folder: Path, *, quiet: bool) -> None:
     """Make ``tokenizer`` encode as ``tokenizer.json`` in ``folder`` does, if there is one.
 
     transformers 5 builds normalizer and pre-tokenizer of some classes anew and takes no more than
@@ -184,7 +186,6 @@ def _follow_tokenizer_file(
     library.add_special_tokens({})  # takes the names of the special tokens over
     if library.tokenizer.encode(_VARIED_TEXT, add_special_tokens=False) != expected:
         raise ValueError(
-            f"--tokenizer-model {folder}: transformers gives other ids than {TOKENIZER_FILE}, which "
-            "tokenizer_config.json changes; save the folder again with save_pretrained"
+            f"--tokenizer-model {folder}: tokenizer_config.json changes the ids of "
+            f"{TOKENIZER_FILE}; save the folder again with save_pretrained"
         )
-

@@ -50,7 +50,7 @@ def build_datasets(
     """
     blend = parse_blend(data.data_path)
     files = [open_indexed_files(p, vocab_size=tokenizer.vocab_size) for p in blend.prefixes]
-    check_provenance([(pair.prefix, pair.lengths) for pair in files], tokenizer)
+    check_provenance(files, tokenizer)
     config = _PackedDocumentsConfig(
         random_seed=seed,
         sequence_length=seq_length,

@@ -1,6 +1,5 @@
 """``PREFIX.provenance.json`` beside token files: which tokenizer made them, and how."""
 
-import hashlib
 import json
 import logging
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.core.utils import log_single_rank
 
 from megatron_untied.data.config import TokenizerType
+from megatron_untied.data.indexed_files import IndexedFiles, fingerprint_of
 from megatron_untied.data.tokenizers import tokenizer_hash
 
 logger = logging.getLogger(__name__)
@@ -42,22 +42,18 @@ class Provenance:
             "num_documents": len(lengths),
             "num_tokens": int(lengths.sum(dtype=np.int64)),
             "num_empty": num_empty,
-            "fingerprint": lengths_fingerprint(lengths),
+            "fingerprint": fingerprint_of(lengths),
         }
         Path(path).write_text(json.dumps(fields, indent=1) + "\n")
 
 
-def lengths_fingerprint(lengths: np.ndarray) -> str:
-    """Changes when documents do in number, order or length [documents], int32."""
-    return hashlib.blake2b(np.ascontiguousarray(lengths, dtype="<i4"), digest_size=16).hexdigest()
-
-
-def read_provenance(prefix: str, lengths: np.ndarray) -> Provenance | None:
-    """What made the files at ``prefix``, of documents of ``lengths``; None if it is not stored.
+def read_provenance(files: IndexedFiles) -> Provenance | None:
+    """What made the token files; None if it is not stored.
 
     Raises:
         ValueError: if it is damaged, or describes other files than these.
     """
+    prefix = files.prefix
     path = Path(prefix + ENDING)
     if not path.is_file():
         return None
@@ -65,23 +61,16 @@ def read_provenance(prefix: str, lengths: np.ndarray) -> Provenance | None:
     try:
         fields = json.loads(path.read_text())
         provenance = Provenance(**{name: fields[name] for name in Provenance.__slots__})
-        fingerprint = fields["fingerprint"]
+        described = fields["fingerprint"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is damaged ({type(error).__name__}: {error}); {remedy}"
-        ) from error
-    if fingerprint != lengths_fingerprint(lengths):
-        raise ValueError(
-            f"{path} describes {fields['num_documents']} documents of {fields['num_tokens']} tokens"
-            f", {prefix}.idx holds others ({len(lengths)} documents of "
-            f"{int(lengths.sum(dtype=np.int64))}): {remedy}"
-        )
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is damaged ({reason}); {remedy}") from error
+    if described != files.fingerprint():
+        raise ValueError(f"{path} describes other documents than {prefix}.idx holds: {remedy}")
     return provenance
 
 
-def check_provenance(
-    lengths_by_prefix: Sequence[tuple[str, np.ndarray]], tokenizer: MegatronTokenizerBase
-) -> None:
+def check_provenance(all_files: Sequence[IndexedFiles], tokenizer: MegatronTokenizerBase) -> None:
     """Raise unless ``tokenizer`` made all token files that tell what made them.
 
     Files of other tools, Megatron's among them, do not tell; one log line counts them.
@@ -90,17 +79,17 @@ def check_provenance(
         ValueError: for the first files that another tokenizer made, of the same size or not.
     """
     untold = []
-    for prefix, lengths in lengths_by_prefix:
-        made_by = read_provenance(prefix, lengths)
+    for files in all_files:
+        made_by = read_provenance(files)
         if made_by is None:
-            untold.append(prefix)
+            untold.append(files.prefix)
         elif made_by.tokenizer_hash != tokenizer_hash(tokenizer):
             raise ValueError(
-                f"--data-path {prefix} was made with another tokenizer: {made_by.tokenizer_type} "
+                f"--data-path {files.prefix} was made with another tokenizer: {made_by.tokenizer_type} "
                 f"{made_by.tokenizer_model or ''} ({made_by.vocab_size} tokens, end of document "
                 f"{made_by.eod}); this run's has {tokenizer.vocab_size}, end of document "
                 f"{tokenizer.eod}, or other ids for the same text. Give --tokenizer-type and "
-                f"--tokenizer-model of that one, or preprocess again (see {prefix}{ENDING})"
+                f"--tokenizer-model of that one, or preprocess again (see {files.prefix}{ENDING})"
             )
     if untold:
         log_single_rank(

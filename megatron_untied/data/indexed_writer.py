@@ -1,6 +1,7 @@
 """Writes token files in Megatron's format under names that say they are not complete."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,15 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron_untied.data.provenance import ENDING, Provenance
 
 _PARTIAL = ".partial"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """How far a writer is."""
+
+    num_documents: int
+    num_empty: int
+    num_tokens: int
 
 
 class IndexedWriter:
@@ -45,6 +55,27 @@ class IndexedWriter:
         lengths = self._lengths()
         self.num_documents, self.num_tokens = len(lengths), int(lengths.sum(dtype=np.int64))
         self.num_empty += num_empty
+
+    @property
+    def counts(self) -> Counts:
+        """What was added so far."""
+        return Counts(
+            num_documents=self.num_documents,
+            num_empty=self.num_empty,
+            num_tokens=self.num_tokens,
+        )
+
+    def roll_back(self, counts: Counts) -> None:
+        """Forget what was added since, in whole or in part: for a run that was interrupted."""
+        del self._builder.sequence_lengths[counts.num_documents :]
+        del self._builder.document_indices[counts.num_documents + 1 :]
+        num_bytes = counts.num_tokens * np.dtype(self._builder.dtype).itemsize
+        if self._builder.data_file.closed:  # by finish
+            os.truncate(self._partial(".bin"), num_bytes)
+        else:
+            self._builder.data_file.truncate(num_bytes)
+        self.num_documents, self.num_empty = counts.num_documents, counts.num_empty
+        self.num_tokens = counts.num_tokens
 
     def finish(self) -> None:
         """Complete the files on disk, still under their partial names."""

@@ -85,8 +85,9 @@ def check_provenance(all_files: Sequence[IndexedFiles], tokenizer: MegatronToken
             untold.append(files.prefix)
         elif made_by.tokenizer_hash != tokenizer_hash(tokenizer):
             raise ValueError(
-                f"--data-path {files.prefix} was made with another tokenizer: {made_by.tokenizer_type} "
-                f"{made_by.tokenizer_model or ''} ({made_by.vocab_size} tokens, end of document "
+                f"--data-path {files.prefix} was made with another tokenizer, "
+                f"{made_by.tokenizer_type} {made_by.tokenizer_model or ''} "
+                f"({made_by.vocab_size} tokens, end of document "
                 f"{made_by.eod}); this run's has {tokenizer.vocab_size}, end of document "
                 f"{tokenizer.eod}, or other ids for the same text. Give --tokenizer-type and "
                 f"--tokenizer-model of that one, or preprocess again (see {files.prefix}{ENDING})"

@@ -90,8 +90,9 @@ def load_finished_part(
     if records_digest(files[index], list(writers), part.last.number) != part.digest:
         raise ValueError(f"--resume: {part.last.file} changed before {part.last}{remedy}")
     for key, writer in writers.items():
+        writer.num_empty = part.num_empty[key]
         if Path(f"{writer.prefix}{INCOMPLETE}.idx").is_file():
-            writer.add_files(writer.prefix + INCOMPLETE, part.num_empty[key])
+            writer.add_files(writer.prefix + INCOMPLETE)
     return part.last
 
 

@@ -49,12 +49,11 @@ class IndexedWriter:
         self.num_documents += 1
         self.num_tokens += len(ids)
 
-    def add_files(self, prefix: str, num_empty: int) -> None:
+    def add_files(self, prefix: str) -> None:
         """Append all documents of token files of the same dtype."""
         self._builder.add_index(prefix)
         lengths = self._lengths()
         self.num_documents, self.num_tokens = len(lengths), int(lengths.sum(dtype=np.int64))
-        self.num_empty += num_empty
 
     @property
     def counts(self) -> Counts:

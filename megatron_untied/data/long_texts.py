@@ -61,14 +61,16 @@ def _at_spaces(text: str, encode: Callable[[str], list[int]], space: str) -> Par
 def _sentencepiece_parts(processor: SentencePieceProcessor) -> EncodeParts | None:
     model = sentencepiece_model_pb2.ModelProto.FromString(processor.serialized_model_proto())
     normalizer, trainer = model.normalizer_spec, model.trainer_spec
-    spaces_begin_pieces = not any(re.search(f"[^{_SPACE}]{_SPACE}", p.piece) for p in model.pieces)
+    spaces_begin_pieces = not any(
+        re.search(f"[^ {_SPACE}][ {_SPACE}]", p.piece) for p in model.pieces
+    )
     if (
         trainer.model_type != sentencepiece_model_pb2.TrainerSpec.BPE
         or trainer.treat_whitespace_as_suffix
         or normalizer.precompiled_charsmap
         or normalizer.remove_extra_whitespaces
         or not normalizer.escape_whitespaces
-        or not spaces_begin_pieces
+        or any(inner_space.search(piece.piece) for piece in model.pieces)
     ):
         return None
     # With a dummy prefix the space before a part is the one that SentencePiece puts there.

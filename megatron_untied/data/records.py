@@ -19,8 +19,8 @@ _PARQUET = ".parquet"
 _COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 _PACKAGES = {".zst": "zstandard", _PARQUET: "pyarrow.parquet"}
 _MAGIC = {magic: ending for ending, magic in _COMPRESSED.items()} | {b"PAR1": _PARQUET}
-_FIRST_LINE_BYTES = 1 << 20
 _ROWS_AT_A_TIME = 256
+_COMPRESSED_BYTES_AT_A_TIME = 1 << 14
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -69,10 +69,8 @@ def read_records(file: Path, keys: Sequence[str]) -> Iterator[Record]:
         stream = _decompressed(file, raw)
         number = position = 0
         try:
-            head = stream.peek(64)
-            problem = _misnamed(file, head) or (
-                None if is_plain_text(file) else _json_array(stream, head)
-            )
+            head = stream.peek(io.DEFAULT_BUFFER_SIZE)
+            problem = _misnamed(file, head) or (None if is_plain_text(file) else _json_array(head))
             if problem:
                 yield Record(number=0, content=b"", num_bytes=_size(file), problem=problem)
             elif is_plain_text(file):
@@ -113,16 +111,41 @@ def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
     if file.suffix == ".gz":
         return gzip.GzipFile(fileobj=raw)
     if file.suffix == ".zst":
-        decompressor = _package(file).ZstdDecompressor()
-        return io.BufferedReader(
-            decompressor.stream_reader(raw, read_across_frames=True, closefd=False)
-        )
+        return io.BufferedReader(_ZstdStream(raw, _package(file).ZstdDecompressor()))
     return raw
+
+
+class _ZstdStream(io.RawIOBase):
+    """The content of all frames; zstandard's own reader takes a file cut short for a whole one."""
+
+    def __init__(self, raw: BinaryIO, decompressor):
+        self._raw, self._decompressor = raw, decompressor
+        self._frame, self._compressed, self._content = decompressor.decompressobj(), b"", b""
+        self._inside_frame = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Raises EOFError if the file ends inside a frame."""
+        while not self._content:
+            self._compressed = self._compressed or self._raw.read(_COMPRESSED_BYTES_AT_A_TIME)
+            if not self._compressed:
+                if self._inside_frame:
+                    raise EOFError("the file ends inside a zstd frame")
+                return 0
+            self._content = self._frame.decompress(self._compressed)
+            self._compressed, self._inside_frame = self._frame.unused_data, not self._frame.eof
+            if self._frame.eof:
+                self._frame = self._decompressor.decompressobj()
+        part, self._content = self._content[: len(buffer)], self._content[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
 
 
 def _damage_of(file: Path) -> tuple[type[Exception], ...]:
     if file.suffix == ".zst":
-        return (_package(file).ZstdError,)
+        return (_package(file).ZstdError, EOFError)
     return (gzip.BadGzipFile, zlib.error, EOFError)
 
 
@@ -136,27 +159,23 @@ def _misnamed(file: Path, head: bytes) -> str | None:
     return None
 
 
-def _json_array(stream: BinaryIO, head: bytes) -> str | None:
+def _json_array(head: bytes) -> str | None:
     """What is wrong if the file is one JSON array, which is never read as a whole.
 
     A first line that is a complete array, with lines after it, is but a bad line.
     """
     if not head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
         return None
-    start = stream.tell()
-    line, rest = stream.readline(_FIRST_LINE_BYTES), stream.read(1)
-    stream.seek(start)
+    line, end_of_line, rest = head.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")
     try:
         json.loads(line)
     except ValueError:
         rest = b""
+    if end_of_line and rest.strip():
+        return None
     return (
-        None
-        if rest
-        else (
-            "the file is one JSON array where lines of JSON are expected; "
-            "write one object a line, for example with jq -c '.[]'"
-        )
+        "the file is one JSON array where lines of JSON are expected; "
+        "write one object a line, for example with jq -c '.[]'"
     )
 
 

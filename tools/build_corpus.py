@@ -40,9 +40,7 @@ def write_corpus(output: Path) -> None:
         OSError: if it cannot be written.
     """
     if output.is_dir():
-        raise IsADirectoryError(
-            f"{output} is a folder; give the file to write, such as {output / 'corpus.jsonl'}"
-        )
+        raise IsADirectoryError(f"{output} is a folder; give the file to write")
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(output.name + ".partial")
     num_documents = num_characters = 0

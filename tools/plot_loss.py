@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None) -> None:
     if not train[0] and not validation[0]:
         parser.exit(2, f"plot_loss: {arguments.metrics} has no losses\n")
     output = arguments.output or arguments.metrics.with_name("loss.png")
+    if output.is_dir():  # savefig would write beside it
+        parser.exit(2, f"plot_loss: --output {output} is a folder; give the image to write\n")
     try:
         draw(train, validation, arguments.unigram_entropy).savefig(output, dpi=150)
     except (OSError, ValueError) as error:

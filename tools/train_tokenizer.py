@@ -56,7 +56,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=1234, help="of that draw")
     BadLines.add_flag(parser)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    for flag in ("vocab_size", "input_sentence_size"):
+        if getattr(args, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not positive")
+    return args
 
 
 def lines(inputs: Sequence[str], bad_lines: BadLines) -> Iterator[str]:

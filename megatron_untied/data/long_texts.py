@@ -61,9 +61,7 @@ def _at_spaces(text: str, encode: Callable[[str], list[int]], space: str) -> Par
 def _sentencepiece_parts(processor: SentencePieceProcessor) -> EncodeParts | None:
     model = sentencepiece_model_pb2.ModelProto.FromString(processor.serialized_model_proto())
     normalizer, trainer = model.normalizer_spec, model.trainer_spec
-    spaces_begin_pieces = not any(
-        re.search(f"[^ {_SPACE}][ {_SPACE}]", p.piece) for p in model.pieces
-    )
+    inner_space = re.compile(f"[^ {_SPACE}][ {_SPACE}]")
     if (
         trainer.model_type != sentencepiece_model_pb2.TrainerSpec.BPE
         or trainer.treat_whitespace_as_suffix

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.core.tokenizers import MegatronTokenizerBase
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -106,13 +105,31 @@ def preprocess(args: argparse.Namespace) -> None:
         vocab_size=args.vocab_size,
         parse_special_tokens=args.parse_special_tokens,
     )
-    provenance = provenance_of(tokenizer, args)
+    bos = begin_of_text(tokenizer)
+    has_bos = bos is not None and bos != tokenizer.eod
+    if args.prepend_bos and not has_bos:
+        raise ValueError("--prepend-bos: the tokenizer has no BOS of its own; leave the flag out")
+    if has_bos and not args.prepend_bos:
+        print(f"no BOS: the tokenizer's (token {bos}) is written with --prepend-bos only")
+    flags = {
+        "append_eod": args.append_eod,
+        "bos": bos if args.prepend_bos else None,
+        "parse_special_tokens": args.parse_special_tokens,
+    }
+    provenance = Provenance(
+        tokenizer_type=args.tokenizer_type,
+        tokenizer_model=args.tokenizer_model,
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        **flags,
+    )
     files = find_files(args.input)
     Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     bad_lines = BadLines(
         args.on_bad_line, Path(f"{args.output_prefix}.bad_lines.txt"), resume=args.resume
     )
-    writers = write(args, tokenizer, provenance, files, bad_lines)
+    writers = write(args, Encoder(tokenizer, **flags), provenance, files, bad_lines)
     for writer in writers:
         print(
             f"{writer.prefix}: {writer.num_documents:,} documents ({writer.num_empty:,} empty ones "
@@ -122,47 +139,14 @@ def preprocess(args: argparse.Namespace) -> None:
     print(f"{num_bytes:,} bytes in {seconds:.1f} s, {num_bytes / seconds / 1e6:.2f} MB/s")
 
 
-def provenance_of(tokenizer: MegatronTokenizerBase, args: argparse.Namespace) -> Provenance:
-    """What is stored beside the token files; says so if the tokenizer has a BOS that is left out.
-
-    Raises:
-        ValueError: ``--prepend-bos`` of a tokenizer without a BOS of its own.
-    """
-    bos = begin_of_text(tokenizer)
-    has_bos = bos is not None and bos != tokenizer.eod
-    if args.prepend_bos and not has_bos:
-        raise ValueError(
-            f"--prepend-bos: the tokenizer has no BOS{' but its end of document' if bos else ''}; "
-            "leave the flag out"
-        )
-    if has_bos and not args.prepend_bos:
-        print(f"no BOS: the tokenizer's (token {bos}) is written with --prepend-bos only")
-    return Provenance(
-        tokenizer_type=args.tokenizer_type,
-        tokenizer_model=args.tokenizer_model,
-        tokenizer_hash=tokenizer_hash(tokenizer),
-        vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod,
-        append_eod=args.append_eod,
-        bos=bos if args.prepend_bos else None,
-        parse_special_tokens=args.parse_special_tokens,
-    )
-
-
 def write(
     args: argparse.Namespace,
-    tokenizer: MegatronTokenizerBase,
+    encoder: Encoder,
     provenance: Provenance,
     files: Sequence[Path],
     bad_lines: BadLines,
 ) -> list[IndexedWriter]:
     """Token files for each JSON key; all of them get their names, or the finished part is kept."""
-    encoder = Encoder(
-        tokenizer,
-        append_eod=args.append_eod,
-        bos=provenance.bos,
-        parse_special_tokens=args.parse_special_tokens,
-    )
     writers = {
         key: IndexedWriter(f"{args.output_prefix}_{key}_document", encoder.dtype, provenance)
         for key in args.json_keys

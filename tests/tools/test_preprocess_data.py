@@ -1,5 +1,7 @@
 import gzip
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow
@@ -276,7 +278,7 @@ def test_compressed_and_parquet_files_change_no_byte(run, corpus, tmp_path):
         (["--parse-special-tokens"], "--parse-special-tokens: SentencePiece never makes"),
         (
             ["--prepend-bos", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"],
-            "--prepend-bos: the tokenizer has no BOS; leave the flag out",
+            "--prepend-bos: the tokenizer has no BOS of its own; leave the flag out",
         ),
     ],
 )
@@ -289,3 +291,11 @@ def test_rejects_no_workers(run, corpus, capsys):
     with pytest.raises(SystemExit):
         run("out", "--workers", "0", corpus=corpus)
     assert "--workers 0: at least one process must tokenize" in capsys.readouterr().err
+
+
+def test_runs_as_a_script():
+    done = subprocess.run(
+        [sys.executable, preprocess_data.__file__, "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--on-bad-line {error,skip,replace}" in done.stdout

@@ -52,7 +52,7 @@ def test_rejects_a_vocabulary_that_does_not_fit_the_text(tmp_path, vocab_size, m
 def test_rejects_counts_that_are_not_positive(capsys, flag):
     flags = {
         "--input": "x",
-        "--model-prefix": str(tmp_path / "x"),
+        "--model-prefix": "x",
         "--vocab-size": "400",
         flag: "0",
     }

@@ -20,6 +20,7 @@ class Phase(StrEnum):
     """
 
     SETUP = "setup"
+    DATASETS = "building datasets"
     DATA = "data loading"
     FORWARD = "forward"
     ATTENTION_FORWARD = "attention forward"

@@ -14,6 +14,7 @@ from typing import Any
 TRACKER = "latest_checkpointed_iteration.txt"
 INCOMPLETE = ".incomplete"
 REPLACED = ".replaced"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | None:
@@ -136,13 +137,28 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ValueError(f"{path} is missing: {path.parent} is not a whole checkpoint")
+    require_no_lfs_pointer(path)
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(), object_pairs_hook=_each_key_once)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not a JSON object; choose another with --ckpt-step")
     return values
+
+
+def require_no_lfs_pointer(path: Path) -> None:
+    """Check that a file holds its content, not the name under which Git LFS keeps it.
+
+    Raises:
+        ValueError: with the command that downloads the content.
+    """
+    with open(path, "rb") as file:
+        start = file.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+        raise ValueError(
+            f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in {path.parent}"
+        )
 
 
 def flush_folder(folder: Path) -> None:
@@ -152,6 +168,16 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads``, which would keep the last of several values without a word."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in values if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there more than once; remove all but one")
+    return values
 
 
 def _remove(folder: Path) -> None:

@@ -4,6 +4,7 @@
 and ``latest_checkpointed_iteration.txt`` names it only after everything is on the disk.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -87,6 +88,21 @@ def start(directory: Path, iteration: int) -> None:
     for leftover in directory.glob(f"iter_*{INCOMPLETE}"):
         shutil.rmtree(leftover)
     staging_folder(directory, iteration).mkdir()
+
+
+def checkpoint_names(directory: Path) -> list[str]:
+    """What lies in ``directory`` under the name of a checkpoint or tracker, whoever wrote it."""
+    folders = (path.name for path in directory.glob("iter_*"))
+    found = [name for name in folders if name[5:].removesuffix(REPLACED).isdigit()]
+    return sorted(found) + [TRACKER] * (directory / TRACKER).exists()
+
+
+def set_aside(directory: Path, iteration: int) -> Path:
+    """Rename what lies where the checkpoint of an iteration belongs; its new place."""
+    folder = iteration_folder(directory, iteration)
+    places = (folder.with_name(f"{folder.name}.kept-{n}") for n in itertools.count(1))
+    place = next(path for path in places if not path.exists())
+    return folder.rename(place)
 
 
 def publish(directory: Path, iteration: int) -> None:

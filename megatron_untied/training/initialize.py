@@ -83,8 +83,10 @@ def make_groups(parallel: ParallelConfig, distributed: DistributedConfig) -> Pro
 
 
 @contextlib.contextmanager
-def errors_in_one_line() -> Iterator[None]:
+def errors_in_one_line(rank: int = 0) -> Iterator[None]:
     """Ends the process with a message instead of a traceback from every rank.
+
+    What every rank raises alike, rank 0 prints; the others end with exit code 1.
 
     For places where a ``ValueError``, a file that is missing or cannot be used, a missing optional
     package or a loss that is not finite is due to what the user chose. The place where it was
@@ -93,6 +95,8 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        if rank and getattr(error, "raised_everywhere", False):
+            raise SystemExit(1) from error
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(place.filename)}:{place.lineno}"
         raise SystemExit(f"error: {error} [{where}]") from error

@@ -48,8 +48,8 @@ def model_provider(config, groups) -> UntiedGPTModel:
     )
 
 
-def datasets_provider(config, start: Progress = Progress()) -> Datasets:
-    """Samples of ``--data-path`` or ``--mock-data`` for the whole run, which begins at ``start``."""
+def datasets_provider(config, start: Progress) -> Datasets:
+    """Samples of ``--data-path`` or ``--mock-data`` for a whole run that begins at ``start``."""
     data = config.data
     tokenizer = build_tokenizer(
         data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size

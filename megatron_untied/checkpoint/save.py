@@ -39,7 +39,7 @@ def save_checkpoint(
     progress: Progress,
     *,
     run_config: Any = None,
-    provenance: Provenance = Provenance(),
+    provenance: Provenance | None = None,
     save_retain_interval: int | None = None,
 ) -> Path:
     """Save ``state`` under ``directory/iter_<iteration>``: the folder, complete and on the disk.
@@ -57,6 +57,7 @@ def save_checkpoint(
             iteration is earlier and not a multiple of this.
     """
     directory, rank = Path(directory), dist.get_rank()
+    provenance = provenance or Provenance()
     staging = disk.staging_folder(directory, progress.iteration)
     on_every_rank(lambda: rank == 0 and disk.start(directory, progress.iteration))
     on_every_rank(lambda: save_random_state(staging, rank))

@@ -178,7 +178,9 @@ def _model(given: Values, values: Values, data: DataConfig) -> ModelConfig:
     if values["use_checkpoint_args"]:
         stored = read_model_config(values["load"], values["ckpt_step"])
         rotary = rotary_config(given, stored.rotary)
-        model = replace(stored, **_shared(ModelConfig, given) | {"rotary": rotary})
+        # --vocab-size is the tokenizer's, which may have fewer tokens than the model rows.
+        others = {"rotary": rotary, "vocab_size": stored.vocab_size}
+        model = replace(stored, **_shared(ModelConfig, given) | others)
         require_same_structure(Path(values["load"]), stored, model, use_checkpoint_args=True)
         stored_rows = stored.vocab_size
     else:

@@ -99,9 +99,13 @@ def describe_loading(config: CheckpointConfig, start: Start) -> str:
 
 
 def bytes_to_read(config: CheckpointConfig, state: TrainingState) -> int:
-    """What this rank's part of a checkpoint takes in memory."""
-    shards = state.shards.shards(with_moments=_with_optimizer(config, state))
-    return sum(tensor.nbytes for shard in shards for _, tensor in tensors_of(shard))
+    """What this rank fills from a checkpoint, in its own dtypes; padding is in no file."""
+    return sum(
+        piece.tensor.nbytes
+        for shard in state.shards.shards(with_moments=_with_optimizer(config, state))
+        for _, tensor in tensors_of(shard)
+        for piece in state.layouts[shard.name].pieces(tensor, shard.boxes)
+    )
 
 
 def _with_optimizer(config: CheckpointConfig, state: TrainingState) -> bool:

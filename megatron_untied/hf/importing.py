@@ -78,8 +78,8 @@ class Import:
         Raises:
             ValueError: there are checkpoints in ``save``.
         """
-        if names := disk.checkpoint_names(save):
-            raise ValueError(f"{save} holds checkpoints already ({names[0]}); give another --save")
+        if disk.checkpoint_names(save):
+            raise ValueError(f"{save} holds checkpoints already; give another --save")
         disk.start(save, 0)
         staging = disk.staging_folder(save, 0)
         write_tensors(staging, self._tensors(advance))

@@ -33,8 +33,8 @@ class Start:
     """What the user should know, though it is allowed."""
 
     def __str__(self) -> str:
-        """The folder."""
-        return str(self.folder)
+        """The checkpoint."""
+        return str(self.folder and f"{self.folder} (iteration {self.progress.iteration})")
 
 
 def find_start(

@@ -18,7 +18,7 @@ from megatron_untied.checkpoint import (
     require_place_to_save,
     save_checkpoint,
 )
-from megatron_untied.checkpoint.agreement import same_on_every_rank
+from megatron_untied.checkpoint.agreement import Gather, same_on_every_rank
 from megatron_untied.data.datasets import Datasets
 from megatron_untied.data.sample_order import describe_samples
 from megatron_untied.planner.auto import choose, describe, is_automatic
@@ -65,9 +65,7 @@ def pretrain(
     with errors_in_one_line(launch.rank):
         store = open_store(launch)
         require_same_config(config, launch, store)
-        start = same_on_every_rank(
-            lambda: start_of(config), "the checkpoint in --load", gather_in(store, launch)
-        )
+        start = find_agreed_start(config, gather_in(store, launch))
         groups = initialize(config, launch, store)
         planned = None
         if is_automatic(config):
@@ -147,10 +145,22 @@ def pretrain(
                 return
 
 
-def start_of(config: RunConfig) -> Start:
-    """Where the run begins, from small files alone; see ``find_start``."""
-    samples = describe_samples(config.data, seq_length=config.batch.seq_length, seed=config.seed)
-    return find_start(config.checkpoint, samples=samples, skip_train=config.loop.skip_train)
+def find_agreed_start(config: RunConfig, gather: Gather) -> Start:
+    """Where the run begins, from small files alone; collective over all ranks of ``gather``.
+
+    Raises:
+        ValueError: on every rank: see ``find_start``, or the ranks see other files.
+    """
+    samples = same_on_every_rank(
+        lambda: describe_samples(config.data, seq_length=config.batch.seq_length, seed=config.seed),
+        "what --data-path names",
+        gather,
+    )
+    return same_on_every_rank(
+        lambda: find_start(config.checkpoint, samples=samples, skip_train=config.loop.skip_train),
+        "the checkpoint in --load",
+        gather,
+    )
 
 
 def load(config: RunConfig, learner: Learner, start: Start) -> Progress:

@@ -89,7 +89,9 @@ def describe_loading(config: CheckpointConfig, start: Start) -> str:
     if config.finetune:
         return f"loaded {start.folder}: weights alone (--finetune)"
     if config.load_optim:
-        taken += ["optimizer", "schedule"]
+        taken.append("optimizer")
+        if not config.override_opt_param_scheduler:
+            taken.append("schedule")
     if config.load_rng:
         taken.append("random states")
     position = f"{progress.consumed_samples} samples consumed"

@@ -102,9 +102,6 @@ def pretrain(
             report.open_sinks()
         if start.folder is not None:
             report.say(describe_loading(config.checkpoint, start))
-        provenance = start.provenance
-        if not start.same_run:
-            provenance = replace(provenance, run_id=uuid.uuid4().hex)
         done = f"{progress.iteration} iterations done"
         if planned is not None:
             report.say(describe(planned))
@@ -139,7 +136,7 @@ def pretrain(
             exit_reason = early_exit.reason(iteration)
             if config.checkpoint.save and (exit_reason or config.saves_after(iteration)):
                 learner.progress.begin(f"checkpoint of iteration {iteration}", doing="saving")
-                report.say(f"saved {save(config, learner, progress, provenance)}")
+                report.say(f"saved {save(config, learner, progress, start.provenance)}")
             if exit_reason:
                 report.say(f"exiting after iteration {iteration}: {exit_reason}")
                 return
@@ -156,11 +153,15 @@ def find_agreed_start(config: RunConfig, gather: Gather) -> Start:
         "what --data-path names",
         gather,
     )
-    return same_on_every_rank(
+    start = same_on_every_rank(
         lambda: find_start(config.checkpoint, samples=samples, skip_train=config.loop.skip_train),
         "the checkpoint in --load",
         gather,
     )
+    if start.same_run:
+        return start
+    # Rank 0 alone writes the id; those of other ranks are in no file.
+    return replace(start, provenance=replace(start.provenance, run_id=uuid.uuid4().hex))
 
 
 def load(config: RunConfig, learner: Learner, start: Start) -> Progress:

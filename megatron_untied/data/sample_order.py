@@ -28,6 +28,7 @@ def describe_samples(data: DataConfig, *, seq_length: int, seed: int) -> Samples
     content = {
         "--tokenizer-type": data.tokenizer_type,
         "--reset-position-ids": data.reset_position_ids,
+        "--document-boundaries": data.document_boundaries,
         "--eod-mask-loss": data.eod_mask_loss,
         "--dataloader-inter-document-masking": data.dataloader_inter_document_masking,
     }

@@ -199,7 +199,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--seq-length", tokens, help="tokens of a sample: 1048576, or 1Mi, 1024Ki"),
         flag("--micro-batch-size", count, help="samples of one forward and backward"),
         flag("--global-batch-size", count, help="samples of a step (micro batch x data-parallel)"),
-        flag("--lr", real(0.0, 100.0), help="highest learning rate; 0 changes no weight"),
+        flag("--lr", real(0.0, 1e30), help="highest learning rate; 0 changes no weight"),
         flag("--min-lr", amount, 0.0),
         flag(
             "--lr-decay-style",

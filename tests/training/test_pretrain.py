@@ -338,11 +338,18 @@ def test_building_datasets_has_a_heartbeat():
 def test_stops_at_a_loss_that_is_not_finite(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(RankFailure, match="error: iteration 2: .*nan"):
-        run_on_ranks(train, 1, path, lr=1e30, clip_grad=0)
+        run_on_ranks(train, 1, path, lr=1e30, weight_decay=0, clip_grad=0)
     assert [step["iteration"] for step in read_metrics(path)] == [1]
 
 
 def test_trains_on_through_them_when_told_to(tmp_path):
-    steps = run(1, tmp_path / "m", lr=1e30, clip_grad=0, no_check_for_nan_in_loss_and_grad=True)
+    steps = run(
+        1,
+        tmp_path / "m",
+        lr=1e30,
+        weight_decay=0,
+        clip_grad=0,
+        no_check_for_nan_in_loss_and_grad=True,
+    )
     assert len(steps) == 10
     assert steps[-1]["lm_loss"] is None

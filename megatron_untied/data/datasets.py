@@ -28,6 +28,7 @@ from megatron_untied.data.packed_documents import (
     PackedDocuments,
     PackedDocumentsConfig,
 )
+from megatron_untied.data.provenance import check_provenance
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,9 @@ def build_datasets(
     blend = parse_blend(data.data_path)
 
     def opened() -> list[IndexedFiles]:
-        return [_open(prefix, data, tokenizer) for prefix in blend.prefixes]
+        files = [_open(prefix, data, tokenizer) for prefix in blend.prefixes]
+        check_provenance(files, tokenizer)
+        return files
 
     files = on_every_rank(opened)
     fingerprints = tuple(pair.fingerprint() for pair in files)

@@ -89,11 +89,11 @@ class Heartbeat:
 
 
 def heartbeat_of_setup(
-    doing: str, config: RunConfig, launch: Launch, store: dist.Store
+    phase: Phase, config: RunConfig, launch: Launch, store: dist.Store
 ) -> Heartbeat:
     """A heartbeat for what takes long before the first step, such as building datasets."""
     progress = StepProgress()
-    progress.begin(doing, phase=Phase.SETUP)
+    progress.begin("start", phase=phase)
 
     def say(line: str) -> None:
         if launch.rank == 0:
@@ -103,7 +103,7 @@ def heartbeat_of_setup(
     return Heartbeat(
         progress,
         # Steps count their marks anew.
-        Whereabouts(dist.PrefixStore(doing, store.clone()), launch.rank, launch.world_size),
+        Whereabouts(dist.PrefixStore(phase, store.clone()), launch.rank, launch.world_size),
         say=say,
         every_seconds=config.logging.heartbeat_seconds,
         timeout_seconds=config.distributed.timeout_minutes * 60,

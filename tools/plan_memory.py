@@ -23,6 +23,7 @@ from megatron_untied.planner.methods import METHODS, Setting
 from megatron_untied.planner.plan import Plan, longest
 from megatron_untied.planner.report import as_json, print_plan
 from megatron_untied.planner.search import search
+from megatron_untied.planner.tables import print_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,9 +43,9 @@ def answer(question: Question) -> int:
     """
     plan, chosen = plan_of(question)
     only_json = question.json == "-"
-    console = Console(quiet=only_json, highlight=False, width=None if sys.stdout.isatty() else 200)
+    console = Console(quiet=only_json, highlight=False)
     if chosen:
-        console.print(describe(plan))
+        print_line(console, describe(plan))
     print_plan(plan, console)
     found = as_json(plan)
     if not plan.fits:
@@ -73,11 +74,13 @@ def suggest(plan: Plan, console: Console) -> list[str] | None:
     """Print the flags with which it would fit."""
     found = search(plan)
     if found is None:
-        console.print("nothing that flags can do makes it fit: more ranks, or a shorter sequence")
+        print_line(
+            console, "nothing that flags can do makes it fit: more ranks, or a shorter sequence"
+        )
         return None
     flags, better = found
-    console.print(f"would fit with {' '.join(flags)}: {describe(better).partition(' | ')[2]}")
-    console.print(f"and then takes {better.time.seconds:,.1f} s a step")
+    print_line(console, f"would fit with {' '.join(flags)}: {describe(better).partition(' | ')[2]}")
+    print_line(console, f"and then takes {better.time.seconds:,.1f} s a step")
     return flags
 
 
@@ -88,8 +91,9 @@ def say_longest(question: Question, plan: Plan, console: Console) -> dict[str, i
     on_device, with_host = (
         max(longest(each, with_host=host) for each in plans) for host in (False, True)
     )
-    console.print(
-        f"longest sequence that fits: {with_host:,} tokens; {on_device:,} if the host had no limit"
+    print_line(
+        console,
+        f"longest sequence that fits: {with_host:,} tokens; {on_device:,} if the host had no limit",
     )
     return {"tokens": with_host, "tokens_without_host_limit": on_device}
 
@@ -105,7 +109,7 @@ def say_methods(plan: Plan, console: Console) -> dict[str, float]:
     )
     found = {name: sum(method(setting).values()) for name, method in METHODS.items()}
     for name, num_bytes in found.items():
-        console.print(f"{name}, with full sharding: {num_bytes / GIB:.1f} GiB")
+        print_line(console, f"{name}, with full sharding: {num_bytes / GIB:.1f} GiB")
     return found
 
 

@@ -14,7 +14,7 @@ def test_prints_memory_by_phase_and_cause_and_says_that_it_fits(capsys):
     assert plan_memory.main(FITS) == 0
     said = capsys.readouterr().out
     for word in ("8,030,261,248 parameters in bf16", "attention backward", "kept for", "optimizer",
-                 "<- peak", "a node", "tokens/s/GPU", "fits: GPU"):  # fmt: skip
+                 "<- peak", "per node", "tokens/s/GPU", "fits: GPU"):  # fmt: skip
         assert word in said
     assert "\x1b[" not in said  # plain where it is no terminal
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_untied.checkpoint.run_config import read_model_config
-from megatron_untied.planner.machine import DEFAULT_GPU, DEFAULT_HOST_GIB, Machine, read_gpus
+from megatron_untied.planner.machine import Machine
+from megatron_untied.planner.machine_flags import add_machine_flags, machine_of
 from megatron_untied.training.arguments import parse_arguments, parse_flags
 from megatron_untied.training.config import RunConfig
-from megatron_untied.training.flags import count, real
 
 ASSUMED = {
     "micro_batch_size": ["--micro-batch-size", "1"],
@@ -41,14 +41,7 @@ def parse_question(argv: Sequence[str]) -> Question:
         ValueError: as ``parse_arguments`` does.
     """
     own, training = own_parser().parse_known_args(argv)
-    gpu = read_gpus()[own.gpu]
-    machine = Machine(
-        gpus_per_node=own.gpus_per_node,
-        nodes=own.nodes,
-        gpu=gpu,
-        gpu_memory_gib=own.gpu_memory_gib or gpu.memory_gib,
-        host_memory_gib=own.host_memory_gib,
-    )
+    machine = machine_of(own)
     config = parse_arguments(complete(training), world_size=machine.world_size)
     said = {
         "max_context": own.max_context,
@@ -85,18 +78,7 @@ def own_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         epilog="Flags of training: python pretrain_gpt.py --help",
     )
-    built.add_argument("--gpus-per-node", type=count, default=8, help="ranks of a node (8)")
-    built.add_argument("--nodes", type=count, default=1, help="(1)")
-    built.add_argument(
-        "--gpu", choices=sorted(read_gpus()), default=DEFAULT_GPU, help=f"({DEFAULT_GPU})"
-    )
-    built.add_argument("--gpu-memory-gib", type=real(5.0), help="of one GPU (as --gpu has)")
-    built.add_argument(
-        "--host-memory-gib",
-        type=real(1.0),
-        default=float(DEFAULT_HOST_GIB),
-        help=f"of one node ({DEFAULT_HOST_GIB})",
-    )
+    add_machine_flags(built)
     built.add_argument(
         "--max-context", action="store_true", help="also the longest sequence that fits"
     )

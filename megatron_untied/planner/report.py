@@ -15,6 +15,8 @@ from megatron_untied.planner.tables import print_line, print_table
 def print_plan(plan: Plan, console: Console) -> None:
     """Device memory by phase and cause, host memory, time."""
     print_line(console, headline(plan))
+    if plan.machine.gpu.assumed:
+        print_line(console, f"assumed: {plan.machine.gpu.assumed}")
     print_device(plan, console)
     print_host(plan, console)
     print_time(plan, console)
@@ -105,6 +107,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "tokens_per_second_per_gpu": plan.time.tokens_per_second_per_gpu,
             "gpu": machine.gpu.title,
             "source_of_rates": machine.gpu.source,
+            "assumed": machine.gpu.assumed,
         },
     }
 

@@ -11,13 +11,15 @@ flags that would make it fit), 2 for flags that cannot be.
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron_untied.planner.auto import candidates, choose, describe, is_automatic
+from megatron_untied.planner.context_flags import context_flags, launch_command, training_flags
 from megatron_untied.planner.flags import Question, parse_question
+from megatron_untied.planner.longest_context import LongestContext, limit_of, longest_context
 from megatron_untied.planner.machine import GIB
 from megatron_untied.planner.methods import METHODS, Setting
 from megatron_untied.planner.plan import Plan, longest
@@ -41,17 +43,22 @@ def answer(question: Question) -> int:
     Raises:
         ValueError: a sequence that the attention kernel cannot index, or flags that cannot be.
     """
-    plan, chosen = plan_of(question)
     only_json = question.json == "-"
     console = Console(quiet=only_json, highlight=False)
-    if chosen:
+    best = find_longest(question) if question.max_context else None
+    plan, chosen = plan_of(question)
+    if best is not None and question.assumed_length:
+        plan = best.plan
+    elif chosen:
         print_line(console, describe(plan))
+    if question.max_context:
+        longest_found = say_longest(question, best, console)
     print_plan(plan, console)
     found = as_json(plan)
     if not plan.fits:
         found["would_fit_with"] = suggest(plan, console)
     if question.max_context:
-        found["longest"] = say_longest(question, plan, console)
+        found["longest"] = longest_found
     if question.compare:
         found["published_methods"] = say_methods(plan, console)
     write(question, found, plan)
@@ -84,18 +91,48 @@ def suggest(plan: Plan, console: Console) -> list[str] | None:
     return flags
 
 
-def say_longest(question: Question, plan: Plan, console: Console) -> dict[str, int]:
-    """Print the longest sequences."""
+def find_longest(question: Question) -> LongestContext | None:
+    """The longest context with the best flags."""
+    configs = [question.config, *question.other_ranks]
+    return longest_context([Plan(config, question.machine) for config in configs])
+
+
+def say_longest(
+    question: Question, best: LongestContext | None, console: Console
+) -> dict[str, object]:
+    """Print the longest contexts: with the flags that were given, and with the best ones."""
     # What is left to the planner is chosen anew for every length.
-    plans = [replace(plan, config=each) for each in candidates(question.config, plan.machine)]
-    on_device, with_host = (
-        max(longest(each, with_host=host) for each in plans) for host in (False, True)
+    plans = [Plan(each, question.machine) for each in candidates(question.config, question.machine)]
+    on_device, (tokens, plan) = (
+        max(((longest(each, with_host=host), each) for each in plans), key=itemgetter(0))
+        for host in (False, True)
     )
+    limit = limit_of(plan.at_length(tokens)) if tokens else limit_of(plan.at_length(0))
     print_line(
         console,
-        f"longest sequence that fits: {with_host:,} tokens; {on_device:,} if the host had no limit",
+        f"longest context with these flags: {tokens:,} tokens, limited by {limit}; "
+        f"{on_device[0]:,} if the host had no limit",
     )
-    return {"tokens": with_host, "tokens_without_host_limit": on_device}
+    found = {"tokens": tokens, "tokens_without_host_limit": on_device[0], "limit": limit}
+    if best is None:
+        print_line(console, "longest context with the best flags: none fits")
+        return found | {"best": None}
+    flags = training_flags(question.training, best.plan.config)
+    command, seconds = launch_command(flags, question.machine), best.plan.time.seconds
+    print_line(
+        console,
+        f"longest context with the best flags: {best.tokens:,} tokens, limited by {best.limit}; "
+        f"{seconds:,.1f} s a step. Start it with",
+    )
+    print_line(console, command)
+    best_found = {
+        "tokens": best.tokens,
+        "limit": best.limit,
+        "flags": context_flags(best.plan.config),
+        "command": command,
+        "step_seconds": seconds,
+    }
+    return found | {"best": best_found}
 
 
 def say_methods(plan: Plan, console: Console) -> dict[str, float]:

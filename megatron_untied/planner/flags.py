@@ -1,7 +1,7 @@
 """The command line of a planner: the flags of training, and those that say on what it would run."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,12 @@ class Question:
 
     config: RunConfig
     machine: Machine
+    training: tuple[str, ...]
+    """Flags of training, with what was assumed."""
+    other_ranks: tuple[RunConfig, ...] = ()
+    """The same run with other ways to split the ranks, where the flags leave that open."""
+    assumed_length: bool
+    """No length was given: it is to be found."""
     max_context: bool
     compare: bool
     json: str | None
@@ -42,14 +48,45 @@ def parse_question(argv: Sequence[str]) -> Question:
     """
     own, training = own_parser().parse_known_args(argv)
     machine = machine_of(own)
-    config = parse_arguments(complete(training), world_size=machine.world_size)
-    said = {
-        "max_context": own.max_context,
-        "compare": own.compare,
-        "json": own.json,
-        "plot": own.plot,
-    }
-    return Question(config=config, machine=machine, **said)
+    words, given = complete(training), parse_flags(training)
+    assumed_length = own.max_context and "seq_length" not in given
+    if assumed_length:
+        words += ["--seq-length", str(_shortest(given, machine))]
+    other_ranks = ()
+    if own.max_context and "context_parallel_size" not in given:
+        splits = _splits(given, machine)
+        other_ranks = tuple(
+            parse_arguments([*words, *split], world_size=machine.world_size) for split in splits
+        )
+    return Question(
+        config=parse_arguments(words, world_size=machine.world_size),
+        machine=machine,
+        training=tuple(words),
+        other_ranks=other_ranks,
+        assumed_length=assumed_length,
+        max_context=own.max_context,
+        compare=own.compare,
+        json=own.json,
+        plot=own.plot,
+    )
+
+
+def _shortest(given: Mapping[str, Any], machine: Machine) -> int:
+    """A length that divides over all ranks, however they are split."""
+    return 2 * machine.world_size * given.get("tensor_model_parallel_size", 1)
+
+
+def _splits(given: Mapping[str, Any], machine: Machine) -> Iterator[list[str]]:
+    """Flags that let all ranks share one sequence: over all nodes, and by a ring of nodes."""
+    t = given.get("tensor_model_parallel_size", 1)
+    p, per_node = machine.world_size // t, machine.gpus_per_node // t
+    if p == 1 or given.keys() & {"cp_comm_type", "hierarchical_context_parallel_sizes"}:
+        return
+    shared = ["--context-parallel-size", str(p)]
+    yield shared
+    if machine.nodes > 1 and per_node * machine.nodes == p and not given.get("window_size"):
+        sizes = ["--hierarchical-context-parallel-sizes", str(per_node), str(machine.nodes)]
+        yield [*shared, "--cp-comm-type", "a2a+p2p", *sizes]
 
 
 def complete(training: Sequence[str]) -> list[str]:
@@ -80,7 +117,10 @@ def own_parser() -> argparse.ArgumentParser:
     )
     add_machine_flags(built)
     built.add_argument(
-        "--max-context", action="store_true", help="also the longest sequence that fits"
+        "--max-context",
+        action="store_true",
+        help="also the longest context that fits, with these flags and with the best ones; needs "
+        "no --seq-length",
     )
     built.add_argument(
         "--compare", action="store_true", help="also what published methods would take"

@@ -100,8 +100,8 @@ def _described(own: argparse.Namespace, given: dict[str, float]) -> Gpu:
     missing = [flag for flag, value in values.items() if value is None]
     if missing:
         raise ValueError(
-            f"--gpu {own.gpu} is none of {', '.join(sorted(read_gpus()))}; to plan for another GPU, "
-            f"describe it: {' '.join(missing)} missing"
+            f"--gpu {own.gpu} is none of {', '.join(sorted(read_gpus()))}; to plan for another "
+            f"GPU, describe it: {' '.join(missing)} missing"
         )
     link, assumed = given["pcie_gb_per_second"], []
     if "nvlink_gb_per_second" not in given and own.gpus_per_node > 1:

@@ -1,4 +1,5 @@
 import json
+import shlex
 
 import pytest
 
@@ -106,3 +107,31 @@ def test_the_longest_context_is_what_auto_could_reach_from_any_length(capsys, tm
         assert plan_memory.main(flags) == 0
         found.append(json.loads(file.read_text())["longest"])
     assert found[0] == found[1]
+
+
+HAND_PICKED = "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --bf16 --gpus-per-node 2"
+
+
+def test_how_long_a_context_needs_no_length(capsys, tmp_path):
+    """With the flags that were given and with the best ones, as a command that can be planned."""
+    file = tmp_path / "plan.json"
+    assert plan_memory.main([*HAND_PICKED.split(), "--max-context", "--json", str(file)]) == 0
+    said = capsys.readouterr().out
+    found = json.loads(file.read_text())
+    best = found["longest"]["best"]
+    assert best["tokens"] > found["longest"]["tokens"]
+    assert f"longest context with the best flags: {best['tokens']:,} tokens, limited by" in said
+    assert f"longest context with these flags: {found['longest']['tokens']:,} tokens" in said
+    assert found["seq_length"] == best["tokens"]
+    start = "torchrun --nproc-per-node 2 pretrain_gpt.py "
+    (command,) = [line for line in said.splitlines() if line.startswith(start)]
+    assert command == best["command"]
+    flags = shlex.split(command.removeprefix(start))
+    assert plan_memory.main([*flags, "--gpus-per-node", "2", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == found["device"]
+
+
+def test_no_context_at_all(capsys):
+    huge = f"{HAND_PICKED} --num-layers 99 --hidden-size 16384 --num-attention-heads 128"
+    assert plan_memory.main([*huge.split(), "--max-context", "--host-memory-gib", "64"]) == 1
+    assert "longest context with the best flags: none fits" in capsys.readouterr().out

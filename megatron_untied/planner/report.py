@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_untied.planner.causes import Bytes, Cause
+from megatron_untied.planner.disk import Disk
 from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
 from megatron_untied.planner.parameters import num_parameters
 from megatron_untied.planner.plan import Plan
@@ -13,13 +14,17 @@ from megatron_untied.planner.tables import print_line, print_table
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Device memory by phase and cause, host memory, time."""
+    """Device memory by phase and cause, host memory, time, disk."""
     print_line(console, headline(plan))
     if plan.machine.gpu.assumed:
         print_line(console, f"assumed: {plan.machine.gpu.assumed}")
     print_device(plan, console)
     print_host(plan, console)
     print_time(plan, console)
+    disk = Disk(plan.config, plan.machine.world_size)
+    print_line(console, disk.describe())
+    if (shortfall := disk.shortfall()) is not None:
+        print_line(console, shortfall)
     print_line(console, verdict(plan))
 
 
@@ -79,7 +84,7 @@ def verdict(plan: Plan) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """All of it in bytes and seconds."""
-    machine = plan.machine
+    machine, disk = plan.machine, Disk(plan.config, plan.machine.world_size)
     return {
         "fits": plan.fits,
         "fits_device": plan.fits_device,
@@ -108,6 +113,14 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "gpu": machine.gpu.title,
             "source_of_rates": machine.gpu.source,
             "assumed": machine.gpu.assumed,
+        },
+        "disk": {
+            "checkpoint_bytes": disk.checkpoint_bytes,
+            "checkpoints_written": len(disk.saved),
+            "checkpoints_kept": disk.num_kept,
+            "kept_bytes": disk.num_kept * disk.checkpoint_bytes,
+            "most_bytes": disk.most_bytes,
+            "free_bytes": disk.free_bytes(),
         },
     }
 

@@ -13,6 +13,7 @@ from megatron_untied.checkpoint import (
 )
 from megatron_untied.data.datasets import Datasets
 from megatron_untied.planner.auto import choose, describe, is_automatic
+from megatron_untied.planner.disk import Disk
 from megatron_untied.planner.here import this_machine
 from megatron_untied.platform import device
 from megatron_untied.training.batch import GetBatch, global_batches
@@ -93,6 +94,10 @@ def pretrain(
         if planned is not None:
             report.say(describe(planned))
         report.say(f"{learner.describe()} | {done}")
+        if (
+            shortfall := Disk(config, launch.world_size, progress.iteration).shortfall()
+        ) is not None:
+            report.say(shortfall)
         if config.loop.skip_train:
             report.evaluation(progress.iteration, validation_loss(progress.iteration))
             return

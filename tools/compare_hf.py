@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from rich.console import Console
 from torch import Tensor, multiprocessing
 
@@ -175,6 +174,8 @@ def _rank(rank: int, num_ranks: int, folder: Path, flags: list[str], tokens: Ten
     loss = model(inputs, labels=labels, token_weights=weights)
     logits = model(inputs)[0, :, : config.model.vocab_size]
     torch.save((cross_entropy(logits, labels[0]).cpu(), loss.cpu()), folder / f"{rank}.pt")
+    from megatron.core import parallel_state  # not before megatron_untied, which ruff would sort
+
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

@@ -34,7 +34,7 @@ from megatron_untied.platform import device
 from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.sharding.shards import ModelShards
 from megatron_untied.training.arguments import parse_arguments
-from megatron_untied.training.flags import integer
+from megatron_untied.training.flag_values import integer
 from megatron_untied.training.initialize import Launch, initialize
 
 SAFETY = 16
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     )
     built.add_argument("hf_path", type=Path, metavar="FOLDER", help="a Hugging Face folder")
     built.add_argument("--text-file", type=Path, help="text, by the folder's own tokenizer")
-    built.add_argument("--num-tokens", type=integer(2), default=256, help="tokens compared (256)")
+    built.add_argument("--num-tokens", type=integer(1), default=256, help="tokens compared (256)")
     built.add_argument("--seed", type=int, default=1, help="of random tokens (1)")
     built.add_argument(
         "--context-parallel-size", type=integer(1), default=1, help="ranks that share them (1)"

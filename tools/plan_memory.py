@@ -6,6 +6,10 @@ flags that would make it fit), 2 for flags that cannot be.
     python tools/plan_memory.py --gpus-per-node 8 --gpu h100-80 --model llama3-8b --bf16 \
         --seq-length 1048576 --context-parallel-size 8 --use-torch-fsdp2 \
         --cp-heads-per-chunk auto --recompute-granularity auto --loss-chunk-size 8192 --max-context
+
+How long a context fits needs no --seq-length; the answer has the command that starts it:
+
+    python tools/plan_memory.py --model llama3-8b --bf16 --gpus-per-node 8 --max-context
 """
 
 import json
@@ -31,7 +35,7 @@ from megatron_untied.planner.tables import print_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan, print, answer."""
     try:
-        return answer(parse_question(sys.argv[1:] if argv is None else argv))
+        return answer(parse_question(sys.argv[1:] if argv is None else argv, __doc__))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -56,7 +60,8 @@ def answer(question: Question) -> int:
     print_plan(plan, console)
     found = as_json(plan)
     if not plan.fits:
-        found["would_fit_with"] = suggest(plan, console)
+        none_fits = question.max_context and best is None  # at any length: no need to search again
+        found["would_fit_with"] = None if none_fits else suggest(plan, console)
     if question.max_context:
         found["longest"] = longest_found
     if question.compare:

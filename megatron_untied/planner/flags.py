@@ -40,13 +40,13 @@ class Question:
     plot: str | None
 
 
-def parse_question(argv: Sequence[str]) -> Question:
-    """The run and the machine that ``argv`` describes.
+def parse_question(argv: Sequence[str], description: str | None = None) -> Question:
+    """The run and the machine that ``argv`` describes; ``description`` is for --help.
 
     Raises:
         ValueError: as ``parse_arguments`` does.
     """
-    own, training = own_parser().parse_known_args(argv)
+    own, training = own_parser(description).parse_known_args(argv)
     machine = machine_of(own)
     words, given = complete(training), parse_flags(training)
     assumed_length = own.max_context and "seq_length" not in given
@@ -108,11 +108,13 @@ def _assumed_tokens(given: Mapping[str, Any]) -> str:
     return str(stored.vocab_size - 1)  # the end of document is one more
 
 
-def own_parser() -> argparse.ArgumentParser:
+def own_parser(description: str | None = None) -> argparse.ArgumentParser:
     """A parser of what training has no flags for."""
     built = _Parser(
         usage="%(prog)s [these] FLAGS OF TRAINING",
         allow_abbrev=False,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Flags of training: python pretrain_gpt.py --help",
     )
     add_machine_flags(built)

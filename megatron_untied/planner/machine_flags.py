@@ -11,7 +11,7 @@ from megatron_untied.planner.machine import (
     described_gpu,
     read_gpus,
 )
-from megatron_untied.training.flags import count, real
+from megatron_untied.training.flag_values import count, real
 
 _MEMORY, _HOST, _NODE_LINK, _NETWORK = (
     "--gpu-memory-gib",
@@ -52,9 +52,14 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     for flag, (_, unit, described) in _GPU_FLAGS.items():
         least = DEVICE_RESERVE_GIB + 1.0 if flag == _MEMORY else 0.001
         number = unit.split()[0]
-        group.add_argument(flag, type=real(least), metavar=number, help=f"{described} (as --gpu)")
+        group.add_argument(
+            flag, type=real(least, 1e6), metavar=number, help=f"{described} (as --gpu)"
+        )
     group.add_argument(
-        _HOST, type=real(1.0), metavar="GiB", help="memory of one node (as nodes of --gpu have)"
+        _HOST,
+        type=real(1.0, 1e6),
+        metavar="GiB",
+        help="memory of one node (as nodes of --gpu have)",
     )
 
 

@@ -132,6 +132,6 @@ def test_how_long_a_context_needs_no_length(capsys, tmp_path):
 
 
 def test_no_context_at_all(capsys):
-    huge = f"{HAND_PICKED} --num-layers 99 --hidden-size 16384 --num-attention-heads 128"
+    huge = f"{HAND_PICKED} --num-layers 99 --hidden-size 16384 --kv-channels 128"
     assert plan_memory.main([*huge.split(), "--max-context", "--host-memory-gib", "64"]) == 1
     assert "longest context with the best flags: none fits" in capsys.readouterr().out

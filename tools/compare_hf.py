@@ -91,8 +91,8 @@ def text_tokens(args: argparse.Namespace, vocab_size: int) -> Tensor:
     if args.text_file is None:
         generator = torch.Generator().manual_seed(args.seed)
         return torch.randint(vocab_size, (1, count + 1), generator=generator)
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", model=str(args.hf_path))
-    found = tokenizer.tokenize(args.text_file.read_text())
+    text = args.text_file.read_text()
+    found = build_tokenizer("HuggingFaceTokenizer", model=str(args.hf_path)).tokenize(text)
     if len(found) <= count:
         raise ValueError(
             f"--text-file {args.text_file} has {len(found)} tokens, and {count + 1} are needed; "

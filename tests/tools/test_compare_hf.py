@@ -6,6 +6,8 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import Qwen2TokenizerFast
 
 from tests.hf.families import save_model
 from tools import compare_hf
@@ -46,6 +48,19 @@ def test_a_difference_is_found(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare_hf, "by_transformers", then_change)
     assert compare(folder) == 1
     assert "DIFFERS: " in capsys.readouterr().out
+
+
+def test_compares_on_text_by_the_folders_tokenizer(tmp_path, capsys):
+    folder, text = save_model("qwen2-tied", tmp_path / "hf"), tmp_path / "text.txt"
+    vocabulary = {byte: number for number, byte in enumerate(sorted(ByteLevel.alphabet()))}
+    end = {"<|endoftext|>": 256}
+    Qwen2TokenizerFast(vocab=vocabulary | end, merges=[]).save_pretrained(folder)
+    text.write_text("a text of more than thirty-two bytes")
+    assert compare(folder, "--text-file", str(text)) == 0
+    assert "on 32 tokens" in capsys.readouterr().out
+    text.write_text("too short")
+    assert compare(folder, "--text-file", str(text)) == 2
+    assert "has 9 tokens, and 33 are needed" in capsys.readouterr().err
 
 
 def test_nan_is_a_difference():

@@ -82,8 +82,10 @@ def make_groups(parallel: ParallelConfig, distributed: DistributedConfig) -> Pro
 
 
 @contextlib.contextmanager
-def errors_in_one_line() -> Iterator[None]:
+def errors_in_one_line(rank: int = 0) -> Iterator[None]:
     """Ends the process with a message instead of a traceback from every rank.
+
+    What every rank raises alike, rank 0 prints; the others end with exit code 1.
 
     For places where a ``ValueError``, a file that is missing or cannot be used, a missing optional
     package or a loss that is not finite is due to what the user chose.
@@ -91,4 +93,6 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        if rank and getattr(error, "raised_everywhere", False):
+            raise SystemExit(1) from error
         raise SystemExit(f"error: {error}") from error

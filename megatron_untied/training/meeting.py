@@ -1,6 +1,7 @@
 """Ranks before they have a process group: where they meet, and whether they want the same."""
 
 import json
+import pickle
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from megatron_untied.checkpoint.agreement import Gather, raised_everywhere
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.flag_names import flag_of
 from megatron_untied.training.initialize import Launch
@@ -69,7 +71,25 @@ def require_same_config(config: RunConfig, launch: Launch, store: dist.Store) ->
         _arrive(store, "know", launch)
         if launch.rank == 0:  # it may be the host of the store
             store.wait(["know: all"])
-        raise ValueError(_message(first, reports, launch.world_size))
+        raise raised_everywhere(ValueError(_message(first, reports, launch.world_size)))
+
+
+def gather_in(store: dist.Store, launch: Launch) -> Gather:
+    """:data:`Gather` for ranks that have met in ``store`` and have no process group yet."""
+
+    def gather(value: Any) -> list[Any]:
+        name = f"gathering {store.add(f'gatherings of rank {launch.rank}', 1)}"
+        store.set(f"{name}: rank {launch.rank}", pickle.dumps(value))
+        if launch.rank == 0:
+            each = [store.get(f"{name}: rank {rank}") for rank in range(launch.world_size)]
+            store.set(name, pickle.dumps([pickle.loads(one) for one in each]))
+        values = pickle.loads(store.get(name))
+        _arrive(store, f"{name}: read", launch)
+        if launch.rank == 0:  # it may be the host of the store
+            store.wait([f"{name}: read: all"])
+        return values
+
+    return gather
 
 
 def _arrive(store: dist.Store, where: str, launch: Launch) -> None:

@@ -7,10 +7,9 @@ from collections import namedtuple
 
 import pytest
 
-from megatron_untied.checkpoint import Progress
+from megatron_untied.checkpoint import Progress, save_checkpoint
 from megatron_untied.planner.disk import Disk
 from megatron_untied.planner.parameters import num_parameters
-from megatron_untied.training.pretrain import save
 from tests.distributed import run_on_ranks
 from tests.planner.planned import run_config
 from tests.training.command_line import tiny_config
@@ -28,7 +27,7 @@ def disk(flags: str, **changes) -> Disk:
 def save_once(group, folder, **flags):
     config = tiny_config(group.size(), save=folder, **WIDE, **flags)
     learner = learner_on(group, save=folder, **WIDE, **flags)
-    save(config, learner, Progress(iteration=1))
+    save_checkpoint(folder, learner.state, Progress(iteration=1), run_config=config)
     return Disk(config, group.size()).checkpoint_bytes
 
 

@@ -8,7 +8,7 @@ of random states a rank, ``state.json`` and ``run_config.json``.
 from megatron_untied.checkpoint.config import CheckpointConfig
 from megatron_untied.checkpoint.load import load_checkpoint
 from megatron_untied.checkpoint.run_config import read_model_config
-from megatron_untied.checkpoint.save import require_place_to_save, save_checkpoint
+from megatron_untied.checkpoint.save import save_checkpoint
 from megatron_untied.checkpoint.state import Progress, TrainingState
 
 __all__ = [
@@ -17,6 +17,5 @@ __all__ = [
     "TrainingState",
     "load_checkpoint",
     "read_model_config",
-    "require_place_to_save",
     "save_checkpoint",
 ]

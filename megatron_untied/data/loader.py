@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_untied.data.worker_signals import blocked_signals, end_with_parent
+
 FIELDS = ("tokens", "labels", "loss_mask", "positions")
 
 
@@ -55,16 +57,17 @@ def micro_batches(
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
     )
-    return iter(
-        DataLoader(
-            dataset,
-            batch_sampler=sampler,
-            num_workers=num_workers,
-            collate_fn=_stack,
-            # Otherwise the loader draws its seed from the run's own random numbers.
-            generator=torch.Generator(),
-        )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=_stack,
+        worker_init_fn=end_with_parent,
+        # Otherwise the loader draws its seed from the run's own random numbers.
+        generator=torch.Generator(),
     )
+    with blocked_signals():  # workers are forked here
+        return iter(loader)
 
 
 def _stack(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from megatron_untied.checkpoint import (
     Progress,
     load_checkpoint,
-    require_place_to_save,
     save_checkpoint,
 )
 from megatron_untied.data.datasets import Datasets
@@ -18,14 +17,19 @@ from megatron_untied.platform import device
 from megatron_untied.training.batch import GetBatch, global_batches
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.evaluate import evaluate
-from megatron_untied.training.exits import EarlyExit
+from megatron_untied.training.exits import EarlyExit, what_follows
 from megatron_untied.training.flops import attention_units
 from megatron_untied.training.heartbeat import Heartbeat
 from megatron_untied.training.initialize import Launch, errors_in_one_line, initialize
 from megatron_untied.training.learner import Learner, build_learner
-from megatron_untied.training.meeting import open_store, require_same_config
-from megatron_untied.training.reporter import Reporter
+from megatron_untied.training.meeting import (
+    open_store,
+    require_on_first_rank,
+    require_same_config,
+)
+from megatron_untied.training.reporter import Reporter, require_places
 from megatron_untied.training.sharding import ModelProvider
+from megatron_untied.training.signals import SignalWatch
 from megatron_untied.training.step import ForwardStep, require_finite, train_step
 from megatron_untied.training.whereabouts import Whereabouts
 
@@ -56,13 +60,14 @@ def pretrain(
     with errors_in_one_line():
         store = open_store(launch)
         require_same_config(config, launch, store)
+        require_on_first_rank(lambda: require_places(config), launch, store)
+    setting_up = SignalWatch(store.clone(), launch.rank, advice=lambda: "nothing was trained")
+    with errors_in_one_line(), setting_up:
         groups = initialize(config, launch, store)
         planned = None
         if is_automatic(config):
             planned = choose(config, this_machine(groups))
             config = planned.config
-        if config.checkpoint.save:
-            require_place_to_save(config.checkpoint.save)
         datasets = datasets_provider(config)
         learner = build_learner(model_provider, config, groups)
         progress = load_checkpoint(config.checkpoint, learner.state, seed=config.seed)
@@ -88,17 +93,33 @@ def pretrain(
         every_seconds=config.logging.heartbeat_seconds,
         timeout_seconds=config.distributed.timeout_minutes * 60,
     )
-    with report, EarlyExit(config.loop) as early_exit, heartbeat:
+
+    def announce(signaled):
+        place, time_left = heartbeat.time_left()
+        report.say(f"{signaled}: {what_follows(place, config.checkpoint.save, time_left)}")
+
+    signals = SignalWatch(
+        store.clone(),
+        launch.rank,
+        advice=report.summary.resume_advice,
+        announce=announce if config.loop.exit_signal_handler else None,
+    )
+    early_exit = EarlyExit(config.loop, signals)
+    with report, signals, heartbeat:
         done = f"{progress.iteration} iterations done"
         if planned is not None:
             report.say(describe(planned))
         report.say(f"{learner.describe()} | {done}")
         if config.loop.skip_train:
             report.evaluation(progress.iteration, validation_loss(progress.iteration))
+            report.end()
             return
         train_batches = global_batches_of(datasets.train, progress.consumed_samples)
         num_samples = config.batch.global_batch_size
+        exit_reason = early_exit.signal()  # it came during the setup
         for iteration in range(progress.iteration + 1, config.loop.train_iters + 1):
+            if exit_reason:
+                break
             learner.progress.begin(f"iteration {iteration}", step_units)
             began = time.perf_counter()
             result = train_step(
@@ -117,10 +138,9 @@ def pretrain(
             exit_reason = early_exit.reason(iteration)
             if config.checkpoint.save and (exit_reason or config.saves_after(iteration)):
                 learner.progress.begin(f"checkpoint of iteration {iteration}", doing="saving")
-                report.say(f"saved {save(config, learner, progress)}")
-            if exit_reason:
-                report.say(f"exiting after iteration {iteration}: {exit_reason}")
-                return
+                report.saved(save(config, learner, progress))
+                exit_reason = exit_reason or early_exit.signal()
+        report.end(exit_reason)
 
 
 def save(config: RunConfig, learner: Learner, progress: Progress) -> Path:

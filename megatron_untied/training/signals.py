@@ -51,7 +51,8 @@ class SignalWatch:
         """
         self._store, self._rank = store, rank
         self._advice, self._announce = advice, announce
-        self._announced = self._ending = False
+        self._announced = False
+        self._ending = 0  # number of the signal
         self.postponed = 0
         """Number of the signal that waits for the end of the step; 0 for none."""
 
@@ -66,17 +67,18 @@ class SignalWatch:
         self._thread.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._left.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd)
-        self._writer.shutdown(
-            socket.SHUT_WR
-        )  # forked processes hold copies, so closing is not enough
+        # Forked processes hold copies of the socket, so closing it would not end the thread.
+        self._writer.shutdown(socket.SHUT_WR)
         self._thread.join()
         self._writer.close()
         self._reader.close()
+        if self._ending:  # whatever became of the handler's SystemExit on its way
+            raise SystemExit(128 + self._ending) from error
 
     def _postpones(self, number: int) -> bool:
         return self._announce is not None and number != signal.SIGINT
@@ -85,7 +87,7 @@ class SignalWatch:
         if self._postpones(number):
             self.postponed = number
         elif not self._ending:
-            self._ending = True
+            self._ending = number
             raise SystemExit(128 + number)
 
     def _run(self) -> None:

@@ -4,7 +4,6 @@ Python calls a signal's handler between two bytecodes of the main thread, which 
 The C part of the handler writes the signal's number to a socket at once; a thread reads it there.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -69,8 +68,9 @@ class SignalWatch:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._left.set()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        if not self._ending:  # otherwise a second signal would interrupt the end with a traceback
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd)
         # Forked processes hold copies of the socket, so closing it would not end the thread.
         self._writer.shutdown(socket.SHUT_WR)
@@ -103,34 +103,37 @@ class SignalWatch:
                 self._listen()
 
     def _notice(self, number: int) -> None:
-        name = signal.Signals(number).name
         if self._postpones(number):
             self.postponed = number
-            if self._is_first("postponed"):
-                with contextlib.suppress(dist.DistError):
-                    self._store.set("first postponed", json.dumps([name, self._rank]))
+            self._first("postponed", number)
             return
-        if self._is_first("heeded"):
-            line = f"{name} received on rank {self._rank}: exiting now; {self._advice()}\n"
-            sys.stderr.write(line)
+        if self._first("heeded", number) == [number, self._rank]:
+            name = signal.Signals(number).name
+            sys.stderr.write(
+                f"{name} received on rank {self._rank}: exiting now; {self._advice()}\n"
+            )
             sys.stderr.flush()
         if not self._left.wait(UNWIND_SECONDS):
             sys.stdout.flush()
             os._exit(128 + number)
 
-    def _is_first(self, kind: str) -> bool:
-        """Whether no other rank has had such a signal; a rank without a store speaks for itself."""
+    def _first(self, kind: str, number: int) -> list[int]:
+        """The first signal of this kind on any rank, and that rank; this one where there is none.
+
+        A rank that has lost the store speaks for itself.
+        """
+        mine = [number, self._rank]
         try:
-            return self._store.add(f"signals {kind}", 1) == 1
+            return json.loads(self._store.compare_set(f"first {kind}", "", json.dumps(mine)))
         except dist.DistError:
-            return True
+            return mine
 
     def _listen(self) -> None:
         try:
             if not self._store.check(["first postponed"]):
                 return
-            name, rank = json.loads(self._store.get("first postponed"))
+            number, rank = json.loads(self._store.get("first postponed"))
         except dist.DistError:  # its host is gone, which the next collective finds out as well
             return
         self._announced = True
-        self._announce(f"{name} received on rank {rank}")
+        self._announce(f"{signal.Signals(number).name} received on rank {rank}")

@@ -147,7 +147,8 @@ def require_writable(logging: LoggingConfig) -> None:
             path.open("a").close()
         except OSError as error:
             raise ValueError(
-                f"--metrics-jsonl {path}: {error.strerror}; give a file that can be written to"
+                f"--metrics-jsonl {path} cannot be written ({error.strerror}: {error.filename}); "
+                "give a file in a folder that can be made and written to"
             ) from error
         try:
             ours = all(

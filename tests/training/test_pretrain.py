@@ -120,13 +120,26 @@ def refusal(group, **changes) -> str:
     return str(exit_.value)
 
 
-@pytest.mark.parametrize("flag", ["save", "metrics", "tensorboard_dir"])
-def test_a_place_that_cannot_be_written_to_stops_every_rank_before_training(tmp_path, flag):
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("save", "--save"), ("metrics", "--metrics-jsonl"), ("tensorboard_dir", "--tensorboard-dir")],
+)
+def test_a_place_that_cannot_be_written_to_stops_every_rank_before_training(tmp_path, flag, words):
     (tmp_path / "file").write_text("")
-    changes = {flag: tmp_path / "file" / "below", "context_parallel_size": 2}
-    for message in run_on_ranks(refusal, 2, **changes):
-        assert message.startswith("error: ")
-        assert str(tmp_path / "file") in message
+    place = tmp_path / "file" / "below"
+    for message in run_on_ranks(refusal, 2, **{flag: place, "context_parallel_size": 2}):
+        assert message.startswith(f"error: {words} {place}")
+        assert "; give a f" in message
+
+
+def test_a_file_of_another_kind_does_not_become_the_metrics(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("remember\n")
+    (message,) = run_on_ranks(refusal, 1, metrics=path)
+    assert message == (
+        f"error: --metrics-jsonl {path} exists and is not a metrics file; give another name"
+    )
+    assert path.read_text() == "remember\n"
 
 
 def test_stops_at_a_loss_that_is_not_finite(tmp_path):

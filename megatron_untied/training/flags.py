@@ -270,7 +270,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--eval-iters", index, 100, help="global batches of an evaluation"),
         flag("--exit-interval", count, help="save and exit at an iteration divisible by this"),
         flag("--exit-duration-in-mins", amount, help="save and exit after so many minutes"),
-        switch("--exit-signal-handler", "save and exit on SIGTERM"),
+        switch("--exit-signal-handler", "finish the step, save and exit on SIGTERM or SIGHUP"),
         switch(
             "--no-check-for-nan-in-loss-and-grad", "train on, whatever comes", off="check_for_nan"
         ),

@@ -9,7 +9,10 @@ import torch.distributed as dist
 
 from megatron_untied.platform import device
 from megatron_untied.step_progress import Place
-from megatron_untied.training.config import LoopConfig
+from megatron_untied.training.config import LoopConfig, RunConfig
+from megatron_untied.training.heartbeat import Heartbeat
+from megatron_untied.training.initialize import Launch
+from megatron_untied.training.reporter import Reporter
 from megatron_untied.training.signals import SignalWatch
 
 
@@ -45,6 +48,23 @@ def _most(number: int) -> int:
     most = torch.tensor(int(number), device=device.current_device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)
+
+
+def watch_training(
+    config: RunConfig, store: dist.Store, launch: Launch, report: Reporter, heartbeat: Heartbeat
+) -> SignalWatch:
+    """The watch over a training loop; with ``--exit-signal-handler`` signals wait for its step."""
+
+    def announce(signaled: str) -> None:
+        place, time_left = heartbeat.time_left()
+        report.say(f"{signaled}: {what_follows(place, config.checkpoint.save, time_left)}")
+
+    return SignalWatch(
+        store,
+        launch.rank,
+        advice=report.summary.resume_advice,
+        announce=announce if config.loop.exit_signal_handler else None,
+    )
 
 
 def what_follows(place: Place, save: str | None, time_left: timedelta | None) -> str:

@@ -17,7 +17,7 @@ from megatron_untied.platform import device
 from megatron_untied.training.batch import GetBatch, global_batches
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.evaluate import evaluate
-from megatron_untied.training.exits import EarlyExit, what_follows
+from megatron_untied.training.exits import EarlyExit, watch_training
 from megatron_untied.training.flops import attention_units
 from megatron_untied.training.heartbeat import Heartbeat
 from megatron_untied.training.initialize import Launch, errors_in_one_line, initialize
@@ -93,17 +93,7 @@ def pretrain(
         every_seconds=config.logging.heartbeat_seconds,
         timeout_seconds=config.distributed.timeout_minutes * 60,
     )
-
-    def announce(signaled):
-        place, time_left = heartbeat.time_left()
-        report.say(f"{signaled}: {what_follows(place, config.checkpoint.save, time_left)}")
-
-    signals = SignalWatch(
-        store.clone(),
-        launch.rank,
-        advice=report.summary.resume_advice,
-        announce=announce if config.loop.exit_signal_handler else None,
-    )
+    signals = watch_training(config, store.clone(), launch, report, heartbeat)
     early_exit = EarlyExit(config.loop, signals)
     with report, signals, heartbeat:
         done = f"{progress.iteration} iterations done"

@@ -1,10 +1,11 @@
 """A user's mistakes, printed once instead of by every rank."""
 
 import contextlib
+import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
@@ -12,7 +13,7 @@ from megatron_untied.training.initialize import Launch, UserError
 from megatron_untied.training.meeting import open_store
 from megatron_untied.training.whereabouts import listed_ranks
 
-MEETING_SECONDS = 10.0
+MEETING_SECONDS = 20.0
 """How long ranks with an error wait for others that may have the same one."""
 
 
@@ -34,7 +35,7 @@ def errors_told_once(launch: Launch) -> Iterator[None]:
 
 
 def tell_once(message: str, launch: Launch) -> None:
-    """Print ``message`` on one of the ranks that have it; returns when it is printed.
+    """Print ``message`` on one of the ranks that have it; returns when all of them may exit.
 
     Ranks that have no error, or another one, make the line name those that have this one.
     """
@@ -44,32 +45,56 @@ def tell_once(message: str, launch: Launch) -> None:
         if launch.local_rank == 0:
             _print(message)
         return
-    store.set(f"error of {launch.rank}", message)
-    ranks = _ranks_with(message, store, launch.world_size)
-    if ranks[0] == launch.rank:
-        everywhere = len(ranks) == launch.world_size
-        _print(message if everywhere else f"{message} [{listed_ranks(ranks)}]")
-        store.set(f"told by {launch.rank}", "")
-    with contextlib.suppress(dist.DistError):
-        store.wait([f"told by {ranks[0]}"], timedelta(seconds=MEETING_SECONDS))
+    with _last_words(message) as told, contextlib.suppress(dist.DistError):
+        store.set(f"error of {launch.rank}", message)
+        ranks = _ranks_with(message, store, launch.world_size)
+        if ranks[0] == launch.rank:
+            everywhere = len(ranks) == launch.world_size
+            _print(message if everywhere else f"{message} [{listed_ranks(ranks)}]")
+            store.set(f"told by {launch.rank}", "")
+        _wait_until(lambda: store.check([f"told by {ranks[0]}"]))
+        told.append(True)
+        # A launcher ends the others when the first rank exits, and rank 0 may host the store.
         store.add("leaving", 1)
-        if launch.rank == 0:  # it may be the host of the store
-            _wait_until_all_leave(store, launch.world_size)
+        erring = len(_erring(store, launch.world_size))
+        _wait_until(lambda: store.add("leaving", 0) >= erring)
+
+
+@contextlib.contextmanager
+def _last_words(message: str) -> Iterator[list[bool]]:
+    """Print ``message`` if SIGTERM comes before something is added to the list.
+
+    The launcher sends it when another rank has failed.
+    """
+    told: list[bool] = []
+
+    def on_signal(*_: object) -> None:
+        if not told:
+            _print(message)
+            os._exit(1)
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _ranks_with(message: str, store: dist.Store, world_size: int) -> list[int]:
-    keys = [f"error of {rank}" for rank in range(world_size)]
-    with contextlib.suppress(dist.DistError):
-        store.wait(keys, timedelta(seconds=MEETING_SECONDS))
-    told = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
-    return [rank for rank, other in told.items() if other.decode() == message]
+    _wait_until(lambda: len(_erring(store, world_size)) == world_size)
+    erring = _erring(store, world_size)
+    return [rank for rank in erring if store.get(f"error of {rank}").decode() == message]
 
 
-def _wait_until_all_leave(store: dist.Store, world_size: int) -> None:
-    erring = sum(store.check([f"error of {rank}"]) for rank in range(world_size))
+def _erring(store: dist.Store, world_size: int) -> list[int]:
+    return [rank for rank in range(world_size) if store.check([f"error of {rank}"])]
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    """At most ``MEETING_SECONDS``; signals are heeded meanwhile."""
     deadline = time.monotonic() + MEETING_SECONDS
-    while store.add("leaving", 0) < erring and time.monotonic() < deadline:
-        time.sleep(0.05)
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def _print(line: str) -> None:

@@ -1,5 +1,10 @@
 """A user's mistake is printed once, whichever ranks have made it."""
 
+import os
+import signal
+import threading
+import time
+
 import pytest
 
 from megatron_untied.training.initialize import UserError, read_launch
@@ -26,7 +31,7 @@ def fail_with(rank: int, messages: dict[int, str]) -> None:
     ids=["all", "two kinds", "not rank 0"],
 )
 def test_the_lowest_rank_tells(tmp_path, monkeypatch, messages, printed):
-    said = launch(fail_or_host, 3, tmp_path, messages)
+    said = launch(fail_or_host, 3, tmp_path, messages, wait_for=list(messages))
     for rank, text in enumerate(said):
         expected = [printed[rank]] if rank in printed else []
         status = ["1"] if rank in messages else []
@@ -41,3 +46,16 @@ def fail_or_host(rank: int, messages: dict[int, str]) -> None:
         store = open_store(read_launch())
         store.wait(["ended"])
     fail_with(rank, messages)
+
+
+def fail_and_be_terminated(rank: int) -> None:
+    if rank == 0:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        fail_with(rank, {0: "error: x"})
+    time.sleep(60)
+
+
+def test_a_rank_that_waits_for_others_still_tells_when_it_is_terminated(tmp_path):
+    """The launcher does that when another rank has crashed."""
+    said = launch(fail_and_be_terminated, 2, tmp_path, wait_for=[0])
+    assert said[0] == "error: x\n"

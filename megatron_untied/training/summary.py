@@ -31,7 +31,10 @@ class RunSummary:
         """The last checkpoint, and how to continue from it."""
         if self.checkpoint is None:
             lost = self.progress.iteration - self.start.iteration
-            return f"no checkpoint was saved ({lost} iterations are lost); --save keeps them"
+            remedy = (
+                "--save-interval saves more often" if self.config.checkpoint.save else "give --save"
+            )
+            return f"no checkpoint was saved ({lost} iterations are lost); {remedy}"
         return f"the last checkpoint is {self.checkpoint}; --load {self.checkpoint.parent} resumes"
 
     def __str__(self) -> str:

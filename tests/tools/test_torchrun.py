@@ -34,10 +34,10 @@ def start(launcher: tuple[str, ...], log: Path, **flags: object) -> subprocess.P
         )
 
 
-def signal_in_training(process: subprocess.Popen, log: Path, number: int) -> list[str]:
+def signal_after(words: str, process: subprocess.Popen, log: Path, number: int) -> list[str]:
     """What is printed that is neither progress nor torchrun's log, after the signal's coming."""
     deadline = time.monotonic() + 120
-    while "lm loss" not in log.read_text() and time.monotonic() < deadline:
+    while words not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.2)
     process.send_signal(number)
     process.wait(120)
@@ -50,7 +50,7 @@ def signal_in_training(process: subprocess.Popen, log: Path, number: int) -> lis
 def test_sigterm_to_the_launcher_saves_the_step(tmp_path, launcher):
     log, folder = tmp_path / "log.txt", tmp_path / "c"
     process = start(launcher, log, save=folder, exit_signal_handler=True)
-    lines = signal_in_training(process, log, signal.SIGTERM)
+    lines = signal_after("lm loss", process, log, signal.SIGTERM)
     text = "\n".join(lines)
     iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
     assert f"saved {folder}/iter_{iteration:07d}" in text
@@ -66,7 +66,7 @@ def test_sigterm_to_the_launcher_saves_the_step(tmp_path, launcher):
 def test_an_interrupt_is_one_line_that_tells_how_to_go_on(tmp_path):
     log, folder = tmp_path / "log.txt", tmp_path / "c"
     process = start(OURS, log, save=folder, save_interval=1)
-    lines = signal_in_training(process, log, signal.SIGINT)
+    lines = signal_after("saved", process, log, signal.SIGINT)
     assert process.returncode == 128 + signal.SIGINT
     said = [line for line in lines if "SIGINT" in line]
     assert len(said) == 2

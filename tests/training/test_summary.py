@@ -1,5 +1,7 @@
 from pathlib import Path
 
+import pytest
+
 from megatron_untied.checkpoint import Progress
 from megatron_untied.training.summary import RunSummary
 from tests.training.command_line import tiny_config
@@ -27,14 +29,15 @@ def test_tells_losses_tokens_speed_and_where_everything_is():
     ]
 
 
-def test_says_what_is_lost_without_a_checkpoint():
-    start = Progress()
+@pytest.mark.parametrize(
+    ("save", "remedy"), [(None, "give --save"), ("c", "--save-interval saves more often")]
+)
+def test_says_what_is_lost_without_a_checkpoint(save, remedy):
     summary = RunSummary(
-        config=tiny_config(),
-        start=start,
+        config=tiny_config(save=save),
+        start=Progress(),
         progress=Progress(iteration=3, consumed_samples=12),
         checkpoint=None,
     )
-    assert summary.resume_advice() == (
-        "no checkpoint was saved (3 iterations are lost); --save keeps them"
-    )
+    advice = f"no checkpoint was saved (3 iterations are lost); {remedy}"
+    assert summary.resume_advice() == advice

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from megatron_untied.training.initialize import UserError, read_launch
+from megatron_untied.training.meeting import open_store
 from megatron_untied.training.told_once import errors_told_once
 from tests.launched import launch
 
@@ -41,14 +42,12 @@ def test_the_lowest_rank_tells(tmp_path, monkeypatch, messages, printed):
 def fail_or_host(rank: int, messages: dict[int, str]) -> None:
     """Rank 0 hosts the store, as torchrun does, while it is asked."""
     if rank == 0 and rank not in messages:
-        from megatron_untied.training.meeting import open_store
-
-        store = open_store(read_launch())
-        store.wait(["ended"])
+        open_store(read_launch()).wait(["ended"])
     fail_with(rank, messages)
 
 
 def fail_and_be_terminated(rank: int) -> None:
+    open_store(read_launch())
     if rank == 0:
         threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
         fail_with(rank, {0: "error: x"})

@@ -80,7 +80,7 @@ def test_an_error_of_all_ranks_is_two_lines(tmp_path):
     process = start(OURS, log, metrics_jsonl="/proc/nowhere/metrics.jsonl")
     assert process.wait(120) == 1
     lines = [line for line in log.read_text().splitlines() if line and line[0] not in "WE["]
-    assert lines[0].startswith("error: --metrics-jsonl /proc/nowhere/metrics.jsonl: ")
+    assert lines[0].startswith("error: --metrics-jsonl /proc/nowhere/metrics.jsonl cannot be ")
     assert lines[1].startswith("rank ")
     assert len(lines) == 2
 

@@ -99,7 +99,9 @@ def measure(kernel: AttentionKernel, s: int, dtype: torch.dtype) -> tuple[float,
 
 def main() -> None:
     """Check them one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=1 << 16, help="of the measurement")
     parser.add_argument("--long", type=int, default=5 << 20, help="rows of the long call")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])

@@ -6,7 +6,7 @@ Takes the flags of pretrain_gpt.py; --micro-batch-size, --lr and data need not b
 
     python benchmarks/memory_trace.py --world-size 8 --model llama3-8b --seq-length 5242880 \
         --context-parallel-size 8 --cp-heads-per-chunk 8 --no-cp-overlap --bf16 \
-        --use-torch-fsdp2 --recompute-granularity selective --cpu-offloading-num-layers 32 \
+        --use-torch-fsdp2 --recompute-granularity selective --cpu-offloading-num-layers all \
         --sequence-tile-size 8192 --loss-chunk-size 8192
 
 Not counted: what the allocator adds to a request, and what CUDA, NCCL and cuBLAS take for
@@ -31,6 +31,7 @@ from megatron_untied.planner.auto import is_automatic
 from megatron_untied.planner.flags import complete
 from megatron_untied.tracing.step import StepTrace, trace_step
 from megatron_untied.training.arguments import parse_arguments
+from megatron_untied.training.flag_values import count
 from megatron_untied.training.initialize import errors_in_one_line
 
 GIB = 2**30
@@ -39,9 +40,13 @@ GIB = 2**30
 def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This tool's flags, and those of the run."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s --world-size N [these] FLAGS OF TRAINING",
+        epilog="Flags of training: python pretrain_gpt.py --help",
+        allow_abbrev=False,
     )
-    parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
+    parser.add_argument("--world-size", type=count, required=True, help="ranks of the run")
     parser.add_argument("--rank", type=int, default=0, help="the rank to trace (0)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers here")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the step's memory here")

@@ -215,7 +215,7 @@ def test_flags_that_are_named_exist(document):
     named = {word for text in code for word in text.split() if word.startswith("--")}
     known = {name for flags in FLAGS.values() for name, _ in flags}
     planner = set(own_parser()._option_string_actions)
-    assert named <= known | planner | {"--slow", "--help", "--dry-run", "--build-arg"}
+    assert named <= known | planner | {"--slow", "--help", "--dry-run", "--rehearse", "--build-arg"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 def plan_for(argv: Sequence[str]) -> Plan:
     """The plan of the run that the flags describe."""
-    question = parse_question(argv)
+    question = parse_question(argv, __doc__)
     planned = choose if is_automatic(question.config) else Plan
     return planned(question.config, question.machine)
 

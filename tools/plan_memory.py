@@ -28,7 +28,7 @@ from megatron_untied.planner.search import search
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan, print, answer."""
     try:
-        return answer(parse_question(sys.argv[1:] if argv is None else argv))
+        return answer(parse_question(sys.argv[1:] if argv is None else argv, __doc__))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

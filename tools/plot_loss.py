@@ -1,6 +1,8 @@
 """Draw the loss curves of a metrics file.
 
-python tools/plot_loss.py runs/tiny/metrics.jsonl --output runs/tiny/loss.png --unigram-entropy 5.1
+    python tools/plot_loss.py runs/tiny/metrics.jsonl --output loss.png --unigram-entropy 5.1
+
+Values that are not finite are left out.
 """
 
 import argparse
@@ -40,7 +42,9 @@ def draw(train: Curve, validation: Curve, unigram_entropy: float | None):
 
 def main(argv: list[str] | None = None) -> None:
     """Read, draw, save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("metrics", type=Path, help="the file of --metrics-jsonl")
     parser.add_argument("--output", type=Path, help="image (loss.png beside the metrics)")
     parser.add_argument("--unigram-entropy", type=float, metavar="NATS", help="a line to be below")

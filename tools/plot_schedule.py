@@ -1,6 +1,8 @@
 """Draw which heads each rank attends with in each chunk, and when keys and values travel.
 
-python tools/plot_schedule.py --heads 32 --kv-heads 8 --ranks 8 --heads-per-chunk 8 --output a.png
+    python tools/plot_schedule.py --heads 32 --kv-heads 8 --ranks 8 --heads-per-chunk 8
+
+A row is a rank, a column a chunk, and a color a key-value head.
 """
 
 import argparse
@@ -13,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from megatron_untied.context_parallel.head_schedule import HeadSchedule, Turn, head_schedule
-from megatron_untied.training.flags import count
+from megatron_untied.training.flag_values import count
 
 
 def span(heads: range) -> str:
@@ -52,7 +54,9 @@ def draw(schedule: HeadSchedule):
 
 def main(argv: list[str] | None = None) -> None:
     """Schedule, draw, save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--heads", type=count, required=True, help="query heads")
     parser.add_argument("--kv-heads", type=count, required=True, help="key-value heads")
     parser.add_argument("--ranks", type=count, required=True, help="that trade sequence for heads")

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_untied.checkpoint.directory import find_checkpoint, read_json, write_json
 from megatron_untied.config import ModelConfig, RotaryConfig
+from megatron_untied.model_problems import model_problems
 
 RUN_CONFIG = "run_config.json"
 
@@ -34,7 +35,11 @@ def model_config_of(folder: Path) -> ModelConfig:
     if not (isinstance(values, dict) and isinstance(values.get("rotary", {}), dict)):
         raise ValueError(f"{path} holds no architecture; choose another with --ckpt-step")
     rotary = _from_json(RotaryConfig, values.get("rotary", {}), path)
-    return _from_json(ModelConfig, values | {"rotary": rotary}, path)
+    model = _from_json(ModelConfig, values | {"rotary": rotary}, path)
+    found = list(model_problems(model, lambda field: field))
+    if found:
+        raise ValueError(f"{path}: {'; '.join(found)}; choose another with --ckpt-step")
+    return model
 
 
 def write_run_config(folder: Path, model: ModelConfig, run_config: Any) -> None:

@@ -9,7 +9,7 @@ from megatron_untied.checkpoint.run_config import read_model_config
 from megatron_untied.planner.machine import DEFAULT_GPU, DEFAULT_HOST_GIB, Machine, read_gpus
 from megatron_untied.training.arguments import parse_arguments, parse_flags
 from megatron_untied.training.config import RunConfig
-from megatron_untied.training.flags import count, real
+from megatron_untied.training.flag_values import count, real
 
 ASSUMED = {
     "micro_batch_size": ["--micro-batch-size", "1"],
@@ -34,13 +34,13 @@ class Question:
     plot: str | None
 
 
-def parse_question(argv: Sequence[str]) -> Question:
-    """The run and the machine that ``argv`` describes.
+def parse_question(argv: Sequence[str], description: str | None = None) -> Question:
+    """The run and the machine that ``argv`` describes; ``description`` is for --help.
 
     Raises:
         ValueError: as ``parse_arguments`` does.
     """
-    own, training = own_parser().parse_known_args(argv)
+    own, training = own_parser(description).parse_known_args(argv)
     gpu = read_gpus()[own.gpu]
     machine = Machine(
         gpus_per_node=own.gpus_per_node,
@@ -78,11 +78,13 @@ def _assumed_tokens(given: Mapping[str, Any]) -> str:
     return str(stored.vocab_size - 1)  # the end of document is one more
 
 
-def own_parser() -> argparse.ArgumentParser:
+def own_parser(description: str | None = None) -> argparse.ArgumentParser:
     """A parser of what training has no flags for."""
     built = _Parser(
         usage="%(prog)s [these] FLAGS OF TRAINING",
         allow_abbrev=False,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Flags of training: python pretrain_gpt.py --help",
     )
     built.add_argument("--gpus-per-node", type=count, default=8, help="ranks of a node (8)")
@@ -90,10 +92,10 @@ def own_parser() -> argparse.ArgumentParser:
     built.add_argument(
         "--gpu", choices=sorted(read_gpus()), default=DEFAULT_GPU, help=f"({DEFAULT_GPU})"
     )
-    built.add_argument("--gpu-memory-gib", type=real(5.0), help="of one GPU (as --gpu has)")
+    built.add_argument("--gpu-memory-gib", type=real(5.0, 1e6), help="of one GPU (as --gpu has)")
     built.add_argument(
         "--host-memory-gib",
-        type=real(1.0),
+        type=real(1.0, 1e6),
         default=float(DEFAULT_HOST_GIB),
         help=f"of one node ({DEFAULT_HOST_GIB})",
     )

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib.util
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from megatron_untied.config import (
     Precision,
     RotaryConfig,
 )
+from megatron_untied.data.blend import check_split
 from megatron_untied.data.config import DataConfig
 from megatron_untied.platform import device
 from megatron_untied.presets import read_preset
@@ -31,8 +33,9 @@ from megatron_untied.training.config import (
     RunConfig,
     ScheduleConfig,
 )
-from megatron_untied.training.flags import FLAGS, NOT_YET
+from megatron_untied.training.flags import A_YEAR_IN_MINUTES, FLAGS, NOT_YET, SWITCHES
 from megatron_untied.training.flops import slow_step_seconds
+from megatron_untied.training.model_flags import derived_sizes
 from megatron_untied.training.rotary_flags import replace_scaling, rotary_config
 from megatron_untied.training.validate import validate
 from megatron_untied.training.vocabulary_flags import model_vocab_size, tokenizer_vocab_size
@@ -40,7 +43,12 @@ from megatron_untied.training.vocabulary_flags import model_vocab_size, tokenize
 Values = Mapping[str, Any]
 Config = TypeVar("Config")
 
-A_YEAR_IN_MINUTES = 365 * 24 * 60
+HELP = """\
+Pretrain a GPT-style model whose sequences are shared by context-parallel ranks.
+
+    torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --context-parallel-size 2 ...
+
+Flags are spelled as Megatron's. Lengths are numbers of tokens: 1048576, or 1Mi, 1024Ki."""
 
 NEEDS = {
     "num_query_groups": "group_query_attention",
@@ -81,6 +89,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
             )
     values = defaults() | given
     _require(values, "seq_length", "micro_batch_size", "train_iters", "lr", "tokenizer_type")
+    check_split(values["split"])
     data = _take(
         DataConfig,
         values,
@@ -91,7 +100,8 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
     parallel = _take(
         ParallelConfig, values, hierarchical_context_parallel_sizes=sizes and tuple(sizes)
     )
-    model, memory = _model(given, values, data), _take(MemoryConfig, values)
+    model = _model(given, values, data)
+    memory = _memory(values, model)
     batch = _batch(values, parallel, world_size)
     config = RunConfig(
         model=model,
@@ -122,7 +132,7 @@ def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
     _refuse(argv)
     given, unknown = parser().parse_known_args(_with_negative_values(argv))
     if unknown:
-        raise ValueError(_unknown(unknown))
+        raise ValueError(_unknown(unknown, argv))
     return vars(given)
 
 
@@ -146,7 +156,12 @@ def defaults() -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     """A parser of ``FLAGS`` whose namespace holds only what was given."""
-    built = _Parser(usage="%(prog)s FLAGS", allow_abbrev=False)
+    built = _Parser(
+        usage="%(prog)s FLAGS",
+        allow_abbrev=False,
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     for title, flags in FLAGS.items():
         group = built.add_argument_group(title)
         for name, options in flags:
@@ -175,30 +190,16 @@ def _model(given: Values, values: Values, data: DataConfig) -> ModelConfig:
         stored_rows = stored.vocab_size
     else:
         _require(values, "num_layers", "hidden_size", "num_attention_heads")
-        model = _take(
-            ModelConfig, values, **_derived(values), rotary=rotary_config(given, RotaryConfig())
-        )
+        rotary = rotary_config(given, RotaryConfig())
+        model = _take(ModelConfig, values, **derived_sizes(values) | {"rotary": rotary})
         stored_rows = None
     return replace(model, vocab_size=model_vocab_size(values, data, stored_rows))
 
 
-def _derived(values: Values) -> dict[str, Any]:
-    """What Megatron derives where a flag is left out."""
-    m, h = values["hidden_size"], values["num_attention_heads"]
-    if values["kv_channels"] is None and m % h:
-        raise ValueError(
-            f"--hidden-size {m} is not a multiple of --num-attention-heads {h}; "
-            f"give --kv-channels, such as {m // h}"
-        )
-    # With SwiGLU: 2/3 of the usual width, as there are three matrices instead of two.
-    ffn = (4 * m * 2 // 3) // 64 * 64 if values["swiglu"] else 4 * m
-    return {
-        "kv_channels": values["kv_channels"] or m // h,
-        "ffn_hidden_size": values["ffn_hidden_size"] or ffn,
-        "num_query_groups": values["num_query_groups"] if values["group_query_attention"] else h,
-        "max_position_embeddings": _or(values, "max_position_embeddings", "seq_length"),
-        "vocab_size": 0,  # the tokenizer or the preset says
-    }
+def _memory(values: Values, model: ModelConfig) -> MemoryConfig:
+    offloaded = values["cpu_offloading_num_layers"]
+    num_layers = model.num_layers if offloaded == "all" else offloaded
+    return _take(MemoryConfig, values, cpu_offloading_num_layers=num_layers)
 
 
 def _batch(values: Values, parallel: ParallelConfig, world_size: int) -> BatchConfig:
@@ -270,10 +271,13 @@ def _refuse(argv: Sequence[str]) -> None:
                 raise ValueError(f"{refused} is refused: {NOT_YET[refused]}")
 
 
-def _unknown(tokens: Sequence[str]) -> str:
+def _unknown(tokens: Sequence[str], argv: Sequence[str]) -> str:
     known = [name for group in FLAGS.values() for name, _ in group] + list(NOT_YET)
     names = [token.partition("=")[0] for token in tokens if token.startswith("--")]
     if not names:
+        for before, token in itertools.pairwise(argv):
+            if token == tokens[0] and before in SWITCHES:
+                return f"{before} takes no value; leave out {token!r}"
         return f"{tokens[0]!r} belongs to no flag"
     close = difflib.get_close_matches(names[0], known, n=1)
     return f"unknown flag {names[0]}" + (f"; did you mean {close[0]}?" if close else "")

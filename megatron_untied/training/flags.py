@@ -5,8 +5,6 @@ flags, or single values of a flag, that are refused with the reason: when a feat
 goes and a line in ``FLAGS`` comes. ``arguments.py`` turns what was given into a ``RunConfig``.
 """
 
-import argparse
-import difflib
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -14,12 +12,24 @@ from megatron_untied.backends import TransformerImpl
 from megatron_untied.context_parallel.kernels import ATTENTION_BACKENDS
 from megatron_untied.data.config import TOKENIZER_TYPES
 from megatron_untied.presets import preset_names
+from megatron_untied.training.flag_values import (
+    all_or,
+    amount,
+    count,
+    index,
+    integer,
+    preset,
+    real,
+    text,
+    tokens,
+    window,
+)
 from megatron_untied.training.rotary_flags import ROPE_SCALING_FACTOR
 
 Flag = tuple[str, dict[str, Any]]
 
 
-def flag(name: str, kind: Callable = str, default: Any = None, **options: Any) -> Flag:
+def flag(name: str, kind: Callable = text, default: Any = None, **options: Any) -> Flag:
     """A flag that takes a value; ``dest`` names the value where the flag's own name would not."""
     return name, {"type": kind, "default": default, **options}
 
@@ -32,62 +42,9 @@ def switch(name: str, help: str, *, off: str | None = None) -> Flag:
     )
 
 
-def integer(minimum: int) -> Callable[[str], int]:
-    """Parses integers that are not below ``minimum``."""
-    return _number(int, minimum)
+A_YEAR_IN_MINUTES = 365 * 24 * 60
 
-
-def real(minimum: float) -> Callable[[str], float]:
-    """Parses numbers that are not below ``minimum``."""
-    return _number(float, minimum)
-
-
-def _number(kind: type, minimum: float) -> Callable[[str], Any]:
-    noun = "an integer" if kind is int else "a number"
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {noun}") from None
-        if not value >= minimum:  # this way round refuses nan too
-            raise argparse.ArgumentTypeError(f"{text} is below {minimum}, the smallest that works")
-        if value == float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not finite")
-        return value
-
-    return parse
-
-
-def heads_per_chunk(text: str) -> int | str:
-    """Parses the number of query heads exchanged at a time, "all" or "auto"."""
-    return text if text in ("all", "auto") else integer(1)(text)
-
-
-def preset(text: str) -> str:
-    """Parses the name of a published architecture."""
-    names = preset_names()
-    if text in names:
-        return text
-    close = difflib.get_close_matches(text.lower(), names, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}{hint}")
-
-
-def window(text: str) -> int | None:
-    """Parses Megatron's LEFT,RIGHT: neighbors a query sees. Returns all that it sees, with itself.
-
-    LEFT -1 is no limit, None. RIGHT is 0: attention is causal.
-    """
-    left, _, right = text.strip("()").partition(",")
-    if right.strip() != "0":
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not LEFT,0: the tokens before it that a query sees, and none after"
-        )
-    return integer(-1)(left) + 1 or None
-
-
-count, index, amount, stretch = integer(1), integer(0), real(0.0), real(1.0)
+stretch, turns, mscale = real(1.0, 1e6), real(1e-6, 1e6), real(0.0, 100.0)
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "model": (
@@ -105,7 +62,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         switch("--group-query-attention", "several query heads share a key-value head"),
         flag("--num-query-groups", count, 1, help="key-value heads, with --group-query-attention"),
         flag("--kv-channels", count, help="width of a head (hidden size / heads)"),
-        flag("--max-position-embeddings", count, help="longest context (the sequence length)"),
+        flag("--max-position-embeddings", tokens, help="longest context (the sequence length)"),
         flag("--position-embedding-type", default="rope", choices=["rope", "yarn"]),
         flag("--rotary-base", amount, 10000.0, help="theta of the rotary embedding"),
         flag("--rotary-percent", amount, 1.0, help="part of the head width that is rotated"),
@@ -125,14 +82,26 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--yarn-rotary-scaling-factor", stretch, help="yarn: stretch of the context"),
         flag(
             "--yarn-original-max-position-embeddings",
-            count,
+            tokens,
             metavar="N",
             help="yarn: context that the model was trained at before",
         ),
-        flag("--yarn-beta-fast", amount, help="yarn: keep pairs that turn as often in it (32)"),
-        flag("--yarn-beta-slow", amount, help="yarn: stretch pairs that turn as often in it (1)"),
-        flag("--yarn-mscale", amount, help="yarn: numerator of the attention factor"),
-        flag("--yarn-mscale-all-dim", amount, help="yarn: its denominator (0.1 ln stretch + 1)"),
+        flag(
+            "--yarn-beta-fast",
+            turns,
+            help="yarn: keep pairs that turn as often in it (32)",
+        ),
+        flag(
+            "--yarn-beta-slow",
+            turns,
+            help="yarn: stretch pairs that turn as often in it (1)",
+        ),
+        flag("--yarn-mscale", mscale, help="yarn: numerator of the attention factor"),
+        flag(
+            "--yarn-mscale-all-dim",
+            mscale,
+            help="yarn: its denominator (0.1 ln stretch + 1)",
+        ),
         switch(
             "--no-yarn-correction-range-round-to-int",
             "yarn: the ramp between kept and stretched may start and end inside a pair",
@@ -145,16 +114,21 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             help="a query sees itself and LEFT tokens before it (-1,0: all of them)",
         ),
         flag("--normalization", default="LayerNorm", choices=["LayerNorm", "RMSNorm"]),
-        flag("--norm-epsilon", amount, 1e-5),
+        flag("--norm-epsilon", real(1e-12, 0.1), 1e-5, help="added to the variance under the root"),
         switch("--swiglu", "gated MLP with SiLU, instead of GELU"),
         switch("--disable-bias-linear", "linear layers without bias", off="add_bias_linear"),
         switch("--add-qkv-bias", "bias in the QKV projection, whatever the other layers have"),
         switch("--qk-layernorm", "normalize each head's query and key"),
         switch("--untie-embeddings-and-output-weights", "an output matrix of its own"),
         flag("--make-vocab-size-divisible-by", count, 128, help="padding of the weights only"),
-        flag("--init-method-std", amount, 0.02, help="standard deviation of the first weights"),
-        flag("--hidden-dropout", real(0.0), 0.0, choices=[0.0], help="there is none"),
-        flag("--attention-dropout", real(0.0), 0.0, choices=[0.0], help="there is none"),
+        flag(
+            "--init-method-std",
+            real(1e-6, 10.0),
+            0.02,
+            help="standard deviation of the first weights",
+        ),
+        flag("--hidden-dropout", real(0.0, 1.0), 0.0, choices=[0.0], help="there is none"),
+        flag("--attention-dropout", real(0.0, 1.0), 0.0, choices=[0.0], help="there is none"),
     ),
     "parallelism": (
         flag("--tensor-model-parallel-size", count, 1),
@@ -175,7 +149,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         flag(
             "--cp-heads-per-chunk",
-            heads_per_chunk,
+            all_or(count, "all", "auto"),
             "all",
             metavar="U|all|auto",
             dest="heads_per_chunk",
@@ -187,14 +161,16 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--distributed-backend", choices=["nccl", "gloo"], help="nccl with GPUs, else gloo"),
         flag(
             "--distributed-timeout-minutes",
-            real(0.05),
+            amount,
             help="longest collective (10, or the time of a step at 200 TFLOP/s a GPU if longer)",
         ),
     ),
     "memory and precision": (
         switch("--optimizer-cpu-offload", "with --use-torch-fsdp2: what it spreads is on the host"),
         switch("--bf16", "compute in bf16; main weights, gradients and moments stay fp32"),
-        flag("--loss-chunk-size", count, metavar="T", help="tokens whose logits are alive at once"),
+        flag(
+            "--loss-chunk-size", tokens, metavar="T", help="tokens whose logits are alive at once"
+        ),
         flag(
             "--recompute-granularity",
             choices=["full", "selective", "auto"],
@@ -202,8 +178,14 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         flag("--recompute-method", choices=["uniform"], help="groups of equal size"),
         flag("--recompute-num-layers", count, 1, help="keep every so many layers' input"),
-        flag("--sequence-tile-size", count, 8192, metavar="T", help="tokens of a streamed tile"),
-        flag("--cpu-offloading-num-layers", index, 0, help="layers that keep on the host"),
+        flag("--sequence-tile-size", tokens, 8192, metavar="T", help="tokens of a streamed tile"),
+        flag(
+            "--cpu-offloading-num-layers",
+            all_or(index, "all"),
+            0,
+            metavar="N|all",
+            help="layers that keep on the host",
+        ),
         switch("--park-during-attention", "move what attention does not need to the host"),
         flag("--transformer-impl", default="local", choices=get_args(TransformerImpl)),
         flag(
@@ -214,10 +196,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
     "batch and optimizer": (
-        flag("--seq-length", count, help="tokens of a sample"),
+        flag("--seq-length", tokens, help="tokens of a sample: 1048576, or 1Mi, 1024Ki"),
         flag("--micro-batch-size", count, help="samples of one forward and backward"),
         flag("--global-batch-size", count, help="samples of a step (micro batch x data-parallel)"),
-        flag("--lr", amount, help="highest learning rate"),
+        flag("--lr", real(0.0, 100.0), help="highest learning rate; 0 changes no weight"),
         flag("--min-lr", amount, 0.0),
         flag(
             "--lr-decay-style",
@@ -233,10 +215,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             default="exponential",
             choices=["exponential", "linear", "cosine", "minus_sqrt"],
         ),
-        flag("--weight-decay", amount, 0.01, help="not on biases and norms"),
+        flag("--weight-decay", real(0.0, 100.0), 0.01, help="not on biases and norms"),
         flag("--adam-beta1", amount, 0.9),
         flag("--adam-beta2", amount, 0.999),
-        flag("--adam-eps", amount, 1e-8),
+        flag("--adam-eps", real(1e-30, 1.0), 1e-8),
         flag("--clip-grad", amount, 1.0, help="largest gradient norm; 0 does not clip"),
         switch("--calculate-per-token-loss", "the loss is a mean over all tokens, as always here"),
         flag("--seed", index, 1234),
@@ -255,7 +237,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         flag("--data-cache-path", help="folder for the sample indices"),
         switch("--mock-data", "random tokens instead of --data-path"),
-        flag("--num-workers", index, 2, help="processes that prepare samples"),
+        flag("--num-workers", integer(0, 1024), 2, help="processes that prepare samples"),
         switch("--reset-position-ids", "positions start again at every document"),
         switch(
             "--dataloader-inter-document-masking",
@@ -269,7 +251,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--eval-interval", count, 1000, help="iterations between evaluations"),
         flag("--eval-iters", index, 100, help="global batches of an evaluation"),
         flag("--exit-interval", count, help="save and exit at an iteration divisible by this"),
-        flag("--exit-duration-in-mins", amount, help="save and exit after so many minutes"),
+        flag(
+            "--exit-duration-in-mins",
+            real(1e-3, A_YEAR_IN_MINUTES),
+            help="save and exit after so many minutes",
+        ),
         switch("--exit-signal-handler", "finish the step, save and exit on SIGTERM or SIGHUP"),
         switch(
             "--no-check-for-nan-in-loss-and-grad", "train on, whatever comes", off="check_for_nan"
@@ -295,13 +281,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--metrics-jsonl", metavar="FILE", help="one JSON object a line: every iteration"),
         flag(
             "--heartbeat-seconds",
-            amount,
+            real(0.0, 86400.0),
             60.0,
             metavar="S",
             help="in a step longer than S seconds, say every S seconds how far it is; 0 never",
         ),
     ),
 }
+
+SWITCHES = frozenset(
+    name for group in FLAGS.values() for name, options in group if "action" in options
+)
+"""Flags that take no value."""
 
 NOT_YET: dict[str, str] = {
     # Our features on their way.

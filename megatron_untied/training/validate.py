@@ -7,8 +7,9 @@ was given, what must hold, and a value that works, in the flags' own names.
 import math
 from collections.abc import Iterator
 
-from megatron_untied.config import ModelConfig, ParallelConfig
+from megatron_untied.config import ParallelConfig, RotaryConfig
 from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.model_problems import model_problems
 from megatron_untied.training.config import RunConfig, ScheduleConfig
 
 
@@ -22,7 +23,11 @@ def validate(config: RunConfig, world_size: int) -> None:
 def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Everything that does not fit together in ``config`` on ``world_size`` ranks."""
     yield from _ranks(config, world_size)
-    yield from _model(config.model)
+    wrong_model = list(model_problems(config.model))
+    yield from wrong_model
+    if wrong_model:
+        return
+    yield from _yarn(config.model.rotary)
     yield from _memory(config)
     yield from _tensor_parallel(config)
     wrong_sizes = list(_hierarchical_sizes(config.parallel))
@@ -35,12 +40,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _schedule(config.schedule)
     if config.loop.skip_train and not config.evaluation.eval_iters:
         yield "--skip-train only evaluates and --eval-iters is 0; give --eval-iters 1 or more"
-    for name, beta in (
-        ("1", config.optimization.adam_beta1),
-        ("2", config.optimization.adam_beta2),
-    ):
-        if beta >= 1:
-            yield f"--adam-beta{name} {beta} must be below 1, such as 0.9"
+    yield from _optimizer(config)
 
 
 def _ranks(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -54,28 +54,7 @@ def _ranks(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _model(model: ModelConfig) -> Iterator[str]:
-    h, g = model.num_attention_heads, model.num_query_groups
-    if h % g:
-        yield (
-            f"--num-attention-heads {h} is not a multiple of --num-query-groups {g}; "
-            f"{_divisor(h, g)} groups work"
-        )
-    yield from _rotary(model)
-
-
-def _rotary(model: ModelConfig) -> Iterator[str]:
-    rotary, d = model.rotary, model.kv_channels
-    rotated = int(d * rotary.percent)
-    if not 0 < rotary.percent <= 1:
-        yield f"--rotary-percent {rotary.percent} is outside (0, 1]; 1.0 rotates whole heads"
-    elif rotated % 2 or not rotated:
-        yield (
-            f"--rotary-percent {rotary.percent} rotates {rotated} of {d} channels of a head; "
-            "rotation goes by pairs, so an even number works"
-        )
-    if rotary.base <= 1:
-        yield f"--rotary-base {rotary.base} must be above 1, such as 10000"
+def _yarn(rotary: RotaryConfig) -> Iterator[str]:
     if rotary.scaling == "yarn" and rotary.beta_slow >= rotary.beta_fast:
         yield (
             f"--yarn-beta-slow {rotary.beta_slow} must be below --yarn-beta-fast "
@@ -216,6 +195,18 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[str]:
             f"--seq-length {batch.seq_length} is above --max-position-embeddings "
             f"{config.model.max_position_embeddings}; give --max-position-embeddings "
             f"{batch.seq_length}"
+        )
+
+
+def _optimizer(config: RunConfig) -> Iterator[str]:
+    optimization, lr = config.optimization, config.schedule.lr
+    for name, beta in (("1", optimization.adam_beta1), ("2", optimization.adam_beta2)):
+        if beta >= 1:
+            yield f"--adam-beta{name} {beta} must be below 1, such as 0.9"
+    if lr * optimization.weight_decay >= 1:
+        yield (
+            f"--weight-decay {optimization.weight_decay} at --lr {lr} shrinks weights beyond zero "
+            "in a step; their product must be below 1, such as with --weight-decay 0.1"
         )
 
 

@@ -234,6 +234,8 @@ def test_every_setting_is_compared_or_changes_nothing():
     [
         ({"num_layers": "2"}, "num_layers is '2', which is no int"),
         ({"num_layers": 2.5}, "num_layers is 2.5, which is no int"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size 0 is below 1, the smallest that works"),
+        ({"kv_channels": 7}, "kv_channels 7 is odd, and rotation goes by pairs; 8 works"),
         ({"num_layers": True}, "num_layers is True, which is no int"),
         ({"swiglu": 1}, "swiglu is 1, which is no bool"),
         ({"norm_epsilon": None}, "norm_epsilon is None, which is no float"),

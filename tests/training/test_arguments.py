@@ -100,6 +100,66 @@ def test_swiglu_width_is_two_thirds_of_four_hidden_rounded_down_to_64():
     assert tiny_config(ffn_hidden_size=None, hidden_size=4096).model.ffn_hidden_size == 10880
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 16, "kv_channels": 8},
+         "--hidden-size 16 with --swiglu leaves an MLP of width 0: 8/3 x 16, rounded down to a "
+         "multiple of 64; give --ffn-hidden-size, such as 43"),
+        ({"hidden_size": 4},
+         "--hidden-size 4 is not a multiple of --num-attention-heads 8; give --kv-channels, such "
+         "as 2"),
+    ],
+)  # fmt: skip
+def test_sizes_that_cannot_be_derived_are_refused_with_one_that_works(changes, message):
+    with rejects(message):
+        tiny_config(ffn_hidden_size=None, **changes)
+    name, value = re.search(r"--([\w-]+), such as (\d+)", message).groups()
+    tiny_config(**{"ffn_hidden_size": 43} | changes | {name.replace("-", "_"): value})
+
+
+def test_the_width_that_is_proposed_divides_over_tensor_parallel_ranks():
+    with rejects("give --ffn-hidden-size, such as 44"):
+        tiny_config(4, ffn_hidden_size=None, hidden_size=16, tensor_model_parallel_size=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("1Mi", 2**20), ("128Ki", 2**17), ("1.5mi", 3 * 2**19), ("4096", 4096)]
+)
+def test_lengths_may_have_a_unit(text, tokens):
+    config = tiny_config(seq_length=text, sequence_tile_size=text, recompute_granularity="full",
+                         loss_chunk_size=text, window_size=f"{text},0")  # fmt: skip
+    assert config.batch.seq_length == config.model.max_position_embeddings == tokens
+    assert config.memory.sequence_tile_size == config.memory.loss_chunk_size == tokens
+    assert config.model.window_size == tokens + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1M", "argument --seq-length: '1M' is ambiguous; give 1Mi for 1048576 tokens, or 1000000"),
+        ("128k", "'128k' is ambiguous; give 128Ki for 131072 tokens, or 128000"),
+        ("0.3Ki", "'0.3Ki' is not a whole number of tokens; 307 is"),
+        ("1MiB", "'1MiB' is not an integer"),
+        ("0Ki", "0 is below 1, the smallest that works"),
+        ("4Gi", "4294967296 is above 2147483647, the largest that works"),
+    ],
+)
+def test_lengths_of_which_the_meaning_is_open_are_refused(text, message):
+    with rejects(message):
+        parse_flags(["--seq-length", text])
+
+
+def test_all_layers_can_be_offloaded_by_name():
+    def offloaded(value):
+        config = tiny_config(recompute_granularity="full", cpu_offloading_num_layers=value)
+        return config.memory.cpu_offloading_num_layers
+
+    assert [offloaded(value) for value in ("all", "1", "0")] == [2, 1, 0]
+    with rejects("argument --cpu-offloading-num-layers: 'most' is not an integer; or give all"):
+        offloaded("most")
+
+
 def test_global_batch_is_one_pass_of_the_data_parallel_ranks_unless_given():
     config = tiny_config(world_size=6, context_parallel_size=2, micro_batch_size=2,
                          global_batch_size=None)  # fmt: skip
@@ -203,6 +263,7 @@ def test_a_value_may_follow_an_equals_sign():
         (["--recompute-granularty=full"], "did you mean --recompute-granularity?"),
         (["--zzz"], "unknown flag --zzz"),
         (["stray"], "'stray' belongs to no flag"),
+        (["--bf16", "0"], "--bf16 takes no value; leave out '0'"),
         (["--num-layers", "0"], "argument --num-layers: 0 is below 1, the smallest that works"),
         (["--num-layers", "two"], "argument --num-layers: 'two' is not an integer"),
         (["--lr", "nan"], "argument --lr: nan is below 0"),
@@ -271,7 +332,7 @@ def test_no_flag_is_both_honored_and_refused():
         ({"finetune": True}, "--finetune does nothing without --load"),
         ({"use_checkpoint_args": True}, "--use-checkpoint-args does nothing without --load"),
         ({"hidden_size": 60}, "--hidden-size 60 is not a multiple of --num-attention-heads 8; "
-                              "give --kv-channels, such as 7"),
+                              "give --kv-channels, such as 6"),
         ({"mock_data": None}, "give either --data-path or --mock-data"),
         ({"wandb_project": "mine"}, "--wandb-project mine needs the package wandb"),
         ({"distributed_backend": "nccl"}, "--distributed-backend nccl needs GPUs"),

@@ -88,6 +88,9 @@ from tests.training.command_line import tiny_config
         (1, {"skip_train": True},
          "--skip-train only evaluates and --eval-iters is 0; give --eval-iters 1 or more"),
         (1, {"adam_beta2": 1}, "--adam-beta2 1.0 must be below 1, such as 0.9"),
+        (1, {"lr": 1, "weight_decay": 1}, "--weight-decay 1.0 at --lr 1.0 shrinks weights beyond"),
+        (1, {"kv_channels": 7}, "--kv-channels 7 is odd, and rotation goes by pairs; 8 works"),
+        (1, {"hidden_size": 24}, "--kv-channels 3 is odd, and rotation goes by pairs; 4 works"),
     ],
 )  # fmt: skip
 def test_rejects(world_size, changes, message):

@@ -49,6 +49,10 @@ def micro_batches(
 
     A global batch is B / (b * data_parallel_size) of them. What comes does not depend on
     ``num_workers`` nor on whether the run was interrupted.
+
+    Raises:
+        ValueError: what reading a sample raises, also where a worker reads it.
+        OSError: the same.
     """
     sampler = MicroBatchSampler(
         num_samples=len(dataset),
@@ -58,7 +62,7 @@ def micro_batches(
         data_parallel_size=data_parallel_size,
     )
     loader = DataLoader(
-        dataset,
+        _Samples(dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_stack,
@@ -67,8 +71,30 @@ def micro_batches(
         generator=torch.Generator(),
     )
     with blocked_signals():  # workers are forked here
-        return iter(loader)
+        return map(_require_batch, iter(loader))
 
 
-def _stack(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+class _Samples(Dataset):
+    """A dataset whose errors are values: what a worker raises comes as a worker's traceback."""
+
+    def __init__(self, dataset: Dataset):
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> dict[str, Tensor] | Exception:
+        try:
+            return self._dataset[index]
+        except (ValueError, OSError) as error:
+            return error
+
+
+def _stack(samples: list[dict[str, Tensor] | Exception]) -> dict[str, Tensor] | Exception:
+    errors = [sample for sample in samples if isinstance(sample, Exception)]
+    if errors:
+        return errors[0]
     return {name: torch.stack([sample[name] for sample in samples]) for name in FIELDS}
+
+
+def _require_batch(batch: dict[str, Tensor] | Exception) -> dict[str, Tensor]:
+    if isinstance(batch, Exception):
+        raise batch
+    return batch

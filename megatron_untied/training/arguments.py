@@ -56,6 +56,7 @@ NEEDS = {
     "yarn_mscale": "yarn_mscale_all_dim",
     "yarn_mscale_all_dim": "yarn_mscale",
     "dataloader_inter_document_masking": "reset_position_ids",
+    "document_boundaries": "reset_position_ids",
     "recompute_method": "recompute_granularity",
     "recompute_num_layers": "recompute_granularity",
     "sequence_tile_size": "recompute_granularity",

@@ -9,9 +9,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron_untied.checkpoint.agreement import on_every_rank
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.data.loader import micro_batches
 from megatron_untied.training.config import RunConfig
+from megatron_untied.training.initialize import errors_in_one_line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +41,11 @@ def global_batches(
     get_batch: GetBatch,
     consumed_samples: int,
 ) -> Iterator[list[Batch]]:
-    """For ever: what this rank computes on in one optimizer step, its micro-batches in order."""
+    """For ever: what this rank computes on in one optimizer step, its micro-batches in order.
+
+    Collective over all ranks with every item: a sample that one rank cannot read ends all of them,
+    with its message in one line.
+    """
     samples = micro_batches(
         dataset,
         consumed_samples=consumed_samples,
@@ -49,9 +55,15 @@ def global_batches(
         num_workers=config.data.num_workers,
     )
     num_micro_batches = config.batch.num_micro_batches(groups.dp.size())
-    while True:
+
+    def read() -> list[Batch]:
         some = itertools.islice(samples, num_micro_batches)
-        yield [get_batch(one, config, groups) for one in some]
+        return [get_batch(one, config, groups) for one in some]
+
+    while True:
+        with errors_in_one_line():
+            batches = on_every_rank(read)
+        yield batches
 
 
 def count_valid_tokens(batches: list[Batch], group: dist.ProcessGroup) -> int:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from megatron_untied.backends import TransformerImpl
 from megatron_untied.context_parallel.kernels import ATTENTION_BACKENDS
-from megatron_untied.data.config import TOKENIZER_TYPES
+from megatron_untied.data.config import DOCUMENT_BOUNDARIES, TOKENIZER_TYPES
 from megatron_untied.presets import preset_names
 from megatron_untied.training.flag_values import (
     all_or,
@@ -235,7 +235,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag(
             "--split", default="969,30,1", help="train, validation and test parts of the documents"
         ),
-        flag("--data-cache-path", help="folder for the sample indices"),
+        flag(
+            "--data-cache-path",
+            help="folder for the sample indices, on every node or shared (PREFIX/cache)",
+        ),
         switch("--mock-data", "random tokens instead of --data-path"),
         flag("--num-workers", integer(0, 1024), 2, help="processes that prepare samples"),
         switch("--reset-position-ids", "positions start again at every document"),
@@ -243,7 +246,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--dataloader-inter-document-masking",
             "tokens see their own document only; needs --reset-position-ids",
         ),
-        switch("--eod-mask-loss", "no loss where a document has ended"),
+        flag(
+            "--document-boundaries",
+            default="idx",
+            choices=DOCUMENT_BOUNDARIES,
+            help="documents are those of the .idx file, or end at every end-of-document token",
+        ),
+        switch("--eod-mask-loss", "no loss where the input is the end-of-document token"),
     ),
     "loop": (
         flag("--train-iters", count, help="optimizer steps"),

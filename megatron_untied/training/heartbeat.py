@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from megatron_untied.platform import device
 from megatron_untied.step_progress import Place, StepProgress
+from megatron_untied.training.config import RunConfig
+from megatron_untied.training.initialize import Launch
 from megatron_untied.training.whereabouts import Whereabouts
 
 LONGEST_PAUSE_SECONDS = 10.0
@@ -89,6 +91,28 @@ class Heartbeat:
             f"{self._whereabouts.explain(self._progress.reached())}. A collective may take "
             f"{timedelta(seconds=self._timeout)}; --distributed-timeout-minutes changes that"
         )
+
+
+def heartbeat_of_setup(
+    doing: str, config: RunConfig, launch: Launch, store: dist.Store
+) -> Heartbeat:
+    """A heartbeat for what takes long before the first step, such as building datasets."""
+    progress = StepProgress()
+    progress.begin("start", doing=doing)
+
+    def say(line: str) -> None:
+        if launch.rank == 0:
+            sys.stdout.write(f" {line}\n")
+            sys.stdout.flush()
+
+    return Heartbeat(
+        progress,
+        # Steps count their marks anew.
+        Whereabouts(dist.PrefixStore(doing, store.clone()), launch.rank, launch.world_size),
+        say=say,
+        every_seconds=config.logging.heartbeat_seconds,
+        timeout_seconds=config.distributed.timeout_minutes * 60,
+    )
 
 
 def heartbeat_line(place: Place, elapsed: float) -> str:

@@ -19,7 +19,7 @@ from megatron_untied.training.config import RunConfig
 from megatron_untied.training.evaluate import evaluate
 from megatron_untied.training.exits import EarlyExit, watch_training
 from megatron_untied.training.flops import attention_units
-from megatron_untied.training.heartbeat import Heartbeat
+from megatron_untied.training.heartbeat import Heartbeat, heartbeat_of_setup
 from megatron_untied.training.initialize import Launch, errors_in_one_line, initialize
 from megatron_untied.training.learner import Learner, build_learner
 from megatron_untied.training.meeting import (
@@ -68,7 +68,8 @@ def pretrain(
         if is_automatic(config):
             planned = choose(config, this_machine(groups))
             config = planned.config
-        datasets = datasets_provider(config)
+        with heartbeat_of_setup("building datasets", config, launch, store):
+            datasets = datasets_provider(config)
         learner = build_learner(model_provider, config, groups)
         progress = load_checkpoint(config.checkpoint, learner.state, seed=config.seed)
         report = Reporter(config, launch, start=progress)

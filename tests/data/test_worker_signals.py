@@ -12,12 +12,12 @@ import torch
 from megatron_untied.data.loader import FIELDS, micro_batches
 
 SCRIPT = """
-import os, signal, sys
+import multiprocessing, os, signal, sys
 from tests.data.test_worker_signals import loader
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 batches = loader()
-print("workers", *[worker.pid for worker in batches._workers], flush=True)
+print("workers", *[worker.pid for worker in multiprocessing.active_children()], flush=True)
 for line in sys.stdin:
     print(next(batches)["tokens"].tolist(), flush=True)
 """

@@ -328,6 +328,8 @@ def test_no_flag_is_both_honored_and_refused():
         ({"rope_scaling_factor": 4}, "--rope-scaling-factor does nothing without --use-rope"),
         ({"dataloader_inter_document_masking": True},
          "--dataloader-inter-document-masking does nothing without --reset-position-ids"),
+        ({"document_boundaries": "eod"},
+         "--document-boundaries does nothing without --reset-position-ids"),
         ({"save_interval": 5}, "--save-interval does nothing without --save"),
         ({"finetune": True}, "--finetune does nothing without --load"),
         ({"use_checkpoint_args": True}, "--use-checkpoint-args does nothing without --load"),

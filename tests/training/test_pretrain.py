@@ -1,9 +1,19 @@
+import contextlib
+import io
+import sys
+import time
+
 import pytest
 
+import pretrain_gpt
+from megatron_untied.data import indexed_files
 from megatron_untied.training.metrics import read_metrics
+from megatron_untied.training.pretrain import pretrain
 from tests.data.corpus import random_documents, write_token_files
 from tests.distributed import RankFailure, run_on_ranks
-from tests.training.tiny_run import train
+from tests.launched import launch
+from tests.training.command_line import command_line, tiny_config
+from tests.training.tiny_run import launch_of, train
 
 
 def run(world_size: int, path, **flags) -> list[dict]:
@@ -140,6 +150,71 @@ def test_a_file_of_another_kind_does_not_become_the_metrics(tmp_path):
         f"error: --metrics-jsonl {path} exists and is not a metrics file; give another name"
     )
     assert path.read_text() == "remember\n"
+
+
+def refusal_with_few_tokens_checked(group, **changes) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexed_files, "_TOKENS_CHECKED", 10)
+        return refusal(group, **changes)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (1, {}),
+        (2, {}),  # data parallel: one rank alone reads the bad sample
+        (2, {"tensor_model_parallel_size": 2}),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (2, {"skip_train": True, "eval_iters": 10, "split": "0,1"}),
+    ],
+)
+def test_a_token_out_of_the_vocabulary_ends_every_rank_with_its_place(tmp_path, world_size, flags):
+    """In a row of padding, and where its own label is masked: nothing in the step would notice."""
+    documents = [[*range(70), 250] for _ in range(20)]  # read twice
+    documents[13][5] = 253  # the tokenizer has 251, the model 256 rows and more
+    prefix = write_token_files(tmp_path / "data", documents)
+    changes = {"mock_data": None, "data_path": prefix, "split": "1", "eod_mask_loss": True} | flags
+    said = run_on_ranks(refusal_with_few_tokens_checked, world_size, **changes)
+    for message in said:
+        assert message.startswith(f"error: --data-path {prefix} holds token 253, the tokenizer has")
+        assert f"token 5 of document 13 of {prefix}.bin" in message
+        assert "\n" not in message
+
+
+def main_with_few_tokens_checked(rank: int, flags: dict) -> None:
+    indexed_files._TOKENS_CHECKED = 10
+    sys.argv = ["pretrain_gpt.py", *command_line(**flags)]
+    pretrain_gpt.main()
+
+
+def test_so_does_one_that_a_worker_of_one_rank_reads(tmp_path):
+    prefix = write_token_files(tmp_path / "data", [[*range(70), 250]] * 20 + [[253]])
+    flags = {"mock_data": None, "data_path": prefix, "split": "1", "num_workers": 1}
+    for said in launch(main_with_few_tokens_checked, 2, tmp_path, flags):
+        (line,) = [line for line in said.splitlines() if "parallel" not in line]
+        assert line.startswith(f"error: --data-path {prefix} holds token 253")
+
+
+def said_while_building(group) -> str:
+    def slowly(config):
+        time.sleep(0.5)
+        return pretrain_gpt.datasets_provider(config)
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        pretrain(
+            tiny_config(train_iters=1, heartbeat_seconds=0.1),
+            launch_of(group),
+            model_provider=pretrain_gpt.model_provider,
+            datasets_provider=slowly,
+            get_batch=pretrain_gpt.get_batch,
+            forward_step=pretrain_gpt.forward_step,
+        )
+    return said.getvalue()
+
+
+def test_building_datasets_has_a_heartbeat():
+    (said,) = run_on_ranks(said_while_building, 1)
+    assert "heartbeat: start, building datasets" in said
 
 
 def test_stops_at_a_loss_that_is_not_finite(tmp_path):

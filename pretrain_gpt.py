@@ -18,6 +18,7 @@ import sys
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_untied.checkpoint import Progress
 from megatron_untied.context_parallel.layout import SequenceLayout
 from megatron_untied.context_parallel.sequence import SequenceInfo, documents_of
 from megatron_untied.data.datasets import Datasets, build_datasets
@@ -48,8 +49,8 @@ def model_provider(config, groups) -> UntiedGPTModel:
     )
 
 
-def datasets_provider(config) -> Datasets:
-    """Samples of ``--data-path`` or ``--mock-data`` for the whole run."""
+def datasets_provider(config, start: Progress) -> Datasets:
+    """Samples of ``--data-path`` or ``--mock-data`` for a whole run that begins at ``start``."""
     data = config.data
     tokenizer = build_tokenizer(
         data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size
@@ -58,7 +59,7 @@ def datasets_provider(config) -> Datasets:
         data,
         tokenizer,
         seq_length=config.batch.seq_length,
-        num_samples=config.num_samples,
+        num_samples=config.num_samples(start),
         seed=config.seed,
     )
 

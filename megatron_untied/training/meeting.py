@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from megatron_untied.checkpoint.agreement import Gather
 from megatron_untied.platform.host_names import require_resolvable
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.flag_names import flag_of
@@ -99,6 +101,24 @@ def require_same_config(config: RunConfig, launch: Launch, store: dist.Store) ->
     if reports:
         _wait_until_all_know(store, launch)
         raise ValueError(_message(first, reports, launch.world_size))
+
+
+def gather_in(store: dist.Store, launch: Launch) -> Gather:
+    """:data:`Gather` for ranks that have met in ``store`` and have no process group yet."""
+
+    def gather(value: Any) -> list[Any]:
+        name = f"gathering {store.add(f'gatherings of rank {launch.rank}', 1)}"
+        store.set(f"{name}: rank {launch.rank}", pickle.dumps(value))
+        if launch.rank == 0:
+            each = [store.get(f"{name}: rank {rank}") for rank in range(launch.world_size)]
+            store.set(name, pickle.dumps([pickle.loads(one) for one in each]))
+        values = pickle.loads(store.get(name))
+        _arrive(store, f"{name}: read", launch)
+        if launch.rank == 0:  # it may be the host of the store
+            store.wait([f"{name}: read: all"])
+        return values
+
+    return gather
 
 
 def _wait_until_all_know(store: dist.Store, launch: Launch) -> None:

@@ -28,8 +28,7 @@ from megatron_untied.training.summary import RunSummary
 class Reporter:
     """Writes every step's metrics, and a log line every ``log_interval`` steps.
 
-    A context, to be entered after ``open_sinks``: files close when it is left. On ranks other than
-    the first all of it does nothing.
+    A context: files close when it is left. On ranks other than the first all of it does nothing.
     """
 
     def __init__(self, config: RunConfig, launch: Launch, *, start: Progress):

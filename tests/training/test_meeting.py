@@ -7,7 +7,7 @@ import torch.distributed as dist
 import pretrain_gpt
 from megatron_untied.training.flag_names import flag_of
 from megatron_untied.training.initialize import Launch
-from megatron_untied.training.meeting import _fields, open_store, require_same_config
+from megatron_untied.training.meeting import _fields, gather_in, open_store, require_same_config
 from tests.launched import launch
 from tests.training.command_line import command_line, tiny_config
 
@@ -54,6 +54,24 @@ def test_ranks_are_grouped_by_their_values():
         rank.join(60)
     expected = "--seed is 7 on ranks 0, 2 and 8 on ranks 1, 3 and 9 on rank 4."
     assert [expected in said[rank] for rank in range(5)] == [True] * 5
+
+
+def test_ranks_gather_in_the_store_in_their_order_again_and_again():
+    store, found = dist.HashStore(), {}
+
+    def meet(rank: int) -> None:
+        gather = gather_in(store, Launch(rank=rank, world_size=3))
+        found[rank] = gather({"rank": rank}), gather(ValueError(f"of {rank}"))
+
+    ranks = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    for rank in range(3):
+        first, second = found[rank]
+        assert first == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert [str(error) for error in second] == ["of 0", "of 1", "of 2"]
 
 
 def test_a_rank_alone_agrees_with_itself():

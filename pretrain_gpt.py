@@ -29,6 +29,7 @@ from megatron_untied.training.arguments import parse_arguments
 from megatron_untied.training.batch import Batch
 from megatron_untied.training.initialize import errors_in_one_line, read_launch
 from megatron_untied.training.pretrain import pretrain
+from megatron_untied.training.told_once import errors_told_once
 
 
 def model_provider(config, groups, progress) -> UntiedGPTModel:
@@ -94,16 +95,17 @@ def forward_step(model, batch: Batch, token_weights: Tensor) -> Tensor:
 def main() -> None:
     """One rank of a run; torchrun starts as many as there are."""
     launch = read_launch()
-    with errors_in_one_line():
-        config = parse_arguments(sys.argv[1:], world_size=launch.world_size)
-    pretrain(
-        config,
-        launch,
-        model_provider=model_provider,
-        datasets_provider=datasets_provider,
-        get_batch=get_batch,
-        forward_step=forward_step,
-    )
+    with errors_told_once(launch):
+        with errors_in_one_line():
+            config = parse_arguments(sys.argv[1:], world_size=launch.world_size)
+        pretrain(
+            config,
+            launch,
+            model_provider=model_provider,
+            datasets_provider=datasets_provider,
+            get_batch=get_batch,
+            forward_step=forward_step,
+        )
     dist.destroy_process_group()
 
 

@@ -67,8 +67,8 @@ def staging_folder(directory: Path, iteration: int) -> Path:
     return directory / f"iter_{iteration:07d}{INCOMPLETE}"
 
 
-def make_writable(directory: Path) -> None:
-    """Make ``directory`` if it is not there.
+def make_writable(directory: Path, flag: str) -> None:
+    """Make ``directory``, which ``flag`` names, if it is not there.
 
     Raises:
         ValueError: it cannot be made, is no folder, or nothing can be written into it.
@@ -78,7 +78,7 @@ def make_writable(directory: Path) -> None:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise ValueError(
-            f"--save {directory}: {error.strerror}; give a folder that can be written to"
+            f"{flag} {directory}: {error.strerror}; give a folder that can be written to"
         ) from error
 
 

@@ -24,15 +24,6 @@ from megatron_untied.checkpoint.state import (
 logger = logging.getLogger(__name__)
 
 
-def require_place_to_save(directory: str | Path) -> None:
-    """Make ``directory``, so that a mistake in its name costs no training; collective.
-
-    Raises:
-        ValueError: on every rank, if nothing can be written there.
-    """
-    on_every_rank(lambda: dist.get_rank() == 0 and disk.make_writable(Path(directory)))
-
-
 def save_checkpoint(
     directory: str | Path,
     state: TrainingState,

@@ -61,7 +61,7 @@ def global_batches(
         return [get_batch(one, config, groups) for one in some]
 
     while True:
-        with errors_in_one_line(dist.get_rank()):
+        with errors_in_one_line():
             batches = on_every_rank(read)
         yield batches
 

@@ -97,7 +97,7 @@ class LoopConfig:
     """Save and exit at an iteration divisible by this."""
     exit_duration_in_mins: float | None = None
     exit_signal_handler: bool = False
-    """Save and exit after the iteration during which SIGTERM arrives."""
+    """Save and exit after the iteration during which SIGTERM or SIGHUP arrives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

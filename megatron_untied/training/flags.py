@@ -265,7 +265,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             real(1e-3, A_YEAR_IN_MINUTES),
             help="save and exit after so many minutes",
         ),
-        switch("--exit-signal-handler", "save and exit on SIGTERM"),
+        switch("--exit-signal-handler", "finish the step, save and exit on SIGTERM or SIGHUP"),
         switch(
             "--no-check-for-nan-in-loss-and-grad", "train on, whatever comes", off="check_for_nan"
         ),

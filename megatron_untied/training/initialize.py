@@ -81,11 +81,13 @@ def make_groups(parallel: ParallelConfig, distributed: DistributedConfig) -> Pro
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-@contextlib.contextmanager
-def errors_in_one_line(rank: int = 0) -> Iterator[None]:
-    """Ends the process with a message instead of a traceback from every rank.
+class UserError(SystemExit):
+    """A user's mistake that one line explains; the line is its ``code``."""
 
-    What every rank raises alike, rank 0 prints; the others end with exit code 1.
+
+@contextlib.contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Ends the process with a message instead of a traceback from every rank.
 
     For places where a ``ValueError``, a file that is missing or cannot be used, a missing optional
     package or a loss that is not finite is due to what the user chose.
@@ -93,6 +95,4 @@ def errors_in_one_line(rank: int = 0) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        if rank and getattr(error, "raised_everywhere", False):
-            raise SystemExit(1) from error
-        raise SystemExit(f"error: {error}") from error
+        raise UserError(f"error: {error}") from error

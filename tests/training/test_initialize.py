@@ -1,7 +1,6 @@
 import pytest
 import torch.distributed as dist
 
-from megatron_untied.checkpoint.agreement import raised_everywhere
 from megatron_untied.training.initialize import (
     Launch,
     errors_in_one_line,
@@ -56,15 +55,6 @@ def test_a_users_mistake_is_one_line(error):
     with pytest.raises(SystemExit) as exit_, errors_in_one_line():
         raise error
     assert str(exit_.value) == f"error: {error}"
-
-
-def test_what_every_rank_raises_alike_is_printed_once():
-    for rank, code in ((0, "error: all of us"), (3, "1")):
-        with pytest.raises(SystemExit) as exit_, errors_in_one_line(rank):
-            raise raised_everywhere(ValueError("all of us"))
-        assert str(exit_.value).startswith(code)
-    with pytest.raises(SystemExit, match="error: here alone"), errors_in_one_line(3):
-        raise ValueError("here alone")
 
 
 def test_our_own_mistake_keeps_its_traceback():

@@ -131,20 +131,36 @@ def refusal(group, **changes) -> str:
     return str(exit_.value)
 
 
-def assert_refused_once(*texts: str, **changes) -> None:
-    """Both ranks end; the first alone prints why, in one line."""
-    message, exit_code = run_on_ranks(refusal, 2, context_parallel_size=2, **changes)
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("save", "--save"), ("metrics", "--metrics-jsonl"), ("tensorboard_dir", "--tensorboard-dir")],
+)
+def test_a_place_that_cannot_be_written_to_stops_every_rank_before_training(tmp_path, flag, words):
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "below"
+    for message in run_on_ranks(refusal, 2, **{flag: place, "context_parallel_size": 2}):
+        assert message.startswith(f"error: {words} {place}")
+        assert "; give a f" in message
+
+
+def test_a_file_of_another_kind_does_not_become_the_metrics(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("remember\n")
+    (message,) = run_on_ranks(refusal, 1, metrics=path)
+    assert message == (
+        f"error: --metrics-jsonl {path} exists and is not a metrics file; give another name"
+    )
+    assert path.read_text() == "remember\n"
+
+
+def assert_refused(*texts: str, **changes) -> None:
+    """Both ranks end with the same line."""
+    message, other = run_on_ranks(refusal, 2, context_parallel_size=2, **changes)
     assert message.startswith("error: ")
     assert "\n" not in message
     for text in texts:
         assert text in message
-    assert exit_code == "1"
-
-
-@pytest.mark.parametrize("flag", ["save", "metrics", "tensorboard_dir"])
-def test_a_place_that_cannot_be_written_to_stops_every_rank_before_training(tmp_path, flag):
-    (tmp_path / "file").write_text("")
-    assert_refused_once(str(tmp_path / "file"), **{flag: tmp_path / "file" / "below"})
+    assert other == message
 
 
 @pytest.fixture(scope="module")
@@ -167,18 +183,18 @@ CONSTANT = {"lr_decay_style": "constant"}
     ],
 )
 def test_what_goes_on_otherwise_than_it_began_is_refused(trained, flags, texts):
-    assert_refused_once(*texts, load=trained, **CONSTANT | flags)
+    assert_refused(*texts, load=trained, **CONSTANT | flags)
 
 
 @pytest.mark.parametrize("flag", ["finetune", "no_load_optim"])
 def test_loading_nothing_where_something_is_meant_stops_every_rank(tmp_path, flag):
     flags = {"load": tmp_path / "nowhere", flag: True}
-    assert_refused_once("nowhere has no checkpoint", **flags)
+    assert_refused("nowhere has no checkpoint", **flags)
 
 
 def test_a_second_run_into_the_same_folder_is_refused(trained):
     before = sorted(trained.iterdir())
-    assert_refused_once("holds checkpoints already (iter_0000003", save=trained, seed=5)
+    assert_refused("holds checkpoints already (iter_0000003", save=trained, seed=5)
     assert sorted(trained.iterdir()) == before
 
 
@@ -295,7 +311,7 @@ def test_a_token_out_of_the_vocabulary_ends_every_rank_with_its_place(tmp_path, 
     assert message.startswith(f"error: --data-path {prefix} holds token 253, the tokenizer has")
     assert f"token 5 of document 13 of {prefix}.bin" in message
     assert "\n" not in message
-    assert others == ["1"] * (world_size - 1)
+    assert others == [message] * (world_size - 1)
 
 
 def main_with_few_tokens_checked(rank: int, flags: dict) -> None:
@@ -308,9 +324,9 @@ def test_so_does_one_that_a_worker_of_one_rank_reads(tmp_path):
     prefix = write_token_files(tmp_path / "data", [[*range(70), 250]] * 20 + [[253]])
     flags = {"mock_data": None, "data_path": prefix, "split": "1", "num_workers": 1}
     first, second = launch(main_with_few_tokens_checked, 2, tmp_path, flags)
-    (line,) = [line for line in first.splitlines() if "parallel" not in line]
+    (line,) = [line for line in first.splitlines() if "error" in line]
     assert line.startswith(f"error: --data-path {prefix} holds token 253")
-    assert second.strip() == "1"  # the exit code
+    assert second.strip() == "1"  # the exit status; the message is printed once
 
 
 def said_while_building(group) -> str:

@@ -45,6 +45,7 @@ from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.platform.device import current_device
 from megatron_untied.rope import RotaryTable
 from megatron_untied.step_progress import StepProgress
+from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.activation_store import ActivationStore
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.streaming.layer import StreamingContext, UntiedTransformerLayer
@@ -265,13 +266,7 @@ def streaming_context(
 ) -> StreamingContext:
     """What the streamed layers of one model share: tile size, and what is kept where."""
     store = ActivationStore(
-        num_layers=num_layers,
-        selective=memory.recompute_granularity == "selective",
-        layers_per_group=memory.recompute_num_layers,
-        host_layers=memory.cpu_offloading_num_layers,
-        park=memory.park_during_attention,
-        arena=arena,
-        workspace=workspace,
+        policy=ActivationPolicy.of(memory, num_layers), arena=arena, workspace=workspace
     )
     return StreamingContext(tile_size=memory.sequence_tile_size, store=store)
 

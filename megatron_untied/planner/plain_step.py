@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_untied.phases import Phase
-from megatron_untied.planner.attention import AttentionBuffers
+from megatron_untied.planner.activations import PlainActivations
 from megatron_untied.planner.causes import Bytes, Cause
-from megatron_untied.planner.stash import Placement
 from megatron_untied.planner.step import Moment, Step
 
 
@@ -18,9 +17,7 @@ class PlainStep(Step):
     def forward(self, layer: int) -> Iterator[Moment]:
         """See :class:`Step`."""
         rest = self.in_forward + self.weights.gathered_forward(layer) + self._saved(layer + 1)
-        yield Moment(
-            Phase.ATTENTION_FORWARD, rest + self.residual + self._workspace(backward=False)
-        )
+        yield Moment(Phase.ATTENTION_FORWARD, rest + self.residual + self._activations.forward)
 
     def backward(self, layer: int) -> Iterator[Moment]:
         """See :class:`Step`."""
@@ -32,7 +29,7 @@ class PlainStep(Step):
         )  # fmt: skip
         geo = self.geometry
         yield Moment(Phase.BACKWARD, rest + self._mlp_backward())
-        attending = rest - self._saved_by_mlp() + self._workspace(backward=True)
+        attending = rest - self._saved_by_mlp() + self._activations.backward
         yield Moment(Phase.ATTENTION_BACKWARD, attending)
 
     def kept(self) -> Bytes:
@@ -66,20 +63,6 @@ class PlainStep(Step):
         wide = 4 // self.geometry.itemsize
         return 2 * (1 + (wide if self.geometry.config.model.normalization == "LayerNorm" else 1))
 
-    def _workspace(self, *, backward: bool) -> Bytes:
-        buffers = self._backward if backward else self._forward
-        slots = self.geometry.output_bytes * (3 if backward else 1)  # dO before it is in slots
-        kernel = {Cause.KERNEL: buffers.kernel_bytes + buffers.home_bytes} if backward else {}
-        taken = {Cause.CHUNKS: buffers.num_bytes, Cause.SLOTS: slots}
-        return Bytes(taken | kernel)
-
     @cached_property
-    def _forward(self) -> AttentionBuffers:
-        return AttentionBuffers(self.geometry, self.rank, Placement(self.geometry)).forward()
-
-    @cached_property
-    def _backward(self) -> AttentionBuffers:
-        buffers = AttentionBuffers(
-            self.geometry, self.rank, Placement(self.geometry), dict(self._forward.taken)
-        )
-        return buffers.backward(output_on_host=False)
+    def _activations(self) -> PlainActivations:
+        return PlainActivations(self.geometry, self.rank)

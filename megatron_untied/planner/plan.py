@@ -6,9 +6,9 @@ from functools import cached_property
 
 from megatron_untied.context_parallel.head_schedule import ChunkAssignment
 from megatron_untied.phases import Phase
+from megatron_untied.planner.activations import host_bytes
 from megatron_untied.planner.causes import Bytes, Cause
 from megatron_untied.planner.geometry import Geometry
-from megatron_untied.planner.host import stash_host_bytes
 from megatron_untied.planner.machine import Machine
 from megatron_untied.planner.plain_step import PlainStep
 from megatron_untied.planner.sharding import ShardedWeights
@@ -70,7 +70,7 @@ class Plan:
         loader = Bytes({Cause.LOADER: _LOADER_BYTES * tokens * data.num_workers})
         stash = 0
         if self.config.memory.recompute_granularity is not None:
-            stash = max(stash_host_bytes(geometry, rank) for rank in _unlike_ranks(geometry))
+            stash = max(host_bytes(geometry, rank) for rank in _unlike_ranks(geometry))
         return ShardedWeights(geometry).on_host() + loader + Bytes({Cause.KEPT: stash})
 
     @cached_property

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
+from megatron_untied.planner.activations import host_bytes
 from megatron_untied.planner.causes import Cause
 from megatron_untied.planner.geometry import Geometry
-from megatron_untied.planner.host import stash_host_bytes
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.sharding import ShardedWeights
 from megatron_untied.tracing.step import trace_step
@@ -105,7 +105,7 @@ def check(flags: str, traced: Counted) -> None:
     geometry = Geometry(config, size)
     host = ShardedWeights(geometry).on_host().total()
     if config.memory.recompute_granularity is not None:
-        host += stash_host_bytes(geometry)
+        host += host_bytes(geometry)
     assert host == pytest.approx(traced.host, rel=0.01)
 
 

@@ -70,9 +70,7 @@ def pretrain(
         launch: this rank's place among the others, from ``read_launch``.
         model_provider: builds the bare model of this rank, which states its phases to the progress
             object that it is given; its weights are drawn here.
-        datasets_provider: opens ``config.num_samples(
-            iteration=start.iteration, consumed_samples=start.consumed_samples
-        )`` samples, given config and start.
+        datasets_provider: opens ``config.num_samples(...)`` samples, given config and start.
         get_batch: cuts this rank's shard from a micro-batch.
         forward_step: this rank's part of the loss of a shard.
     """

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_untied.planner import buffer_table
 from megatron_untied.planner.auto import candidates, choose, describe, is_automatic
 from megatron_untied.planner.flags import Question, parse_question
 from megatron_untied.planner.machine import GIB
@@ -47,6 +48,9 @@ def answer(question: Question) -> int:
         console.print(describe(plan))
     print_plan(plan, console)
     found = as_json(plan)
+    if question.buffers:
+        buffer_table.print_buffers(plan, console)
+        found["buffers"] = buffer_table.as_json(plan)
     if not plan.fits:
         found["would_fit_with"] = suggest(plan, console)
     if question.max_context:

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from megatron_untied.cli.context_flags import context_flags, launch_command, training_flags
 from megatron_untied.cli.planner_flags import Question, parse_question
+from megatron_untied.planner import buffer_table
 from megatron_untied.planner.baselines import METHODS, Setting
 from megatron_untied.planner.longest_context import LongestContext, limit_of, longest_context
 from megatron_untied.planner.machine import GIB
@@ -57,6 +58,9 @@ def answer(question: Question) -> int:
         longest_found = say_longest(question, best, console)
     print_plan(plan, console)
     found = as_json(plan)
+    if question.buffers:
+        buffer_table.print_buffers(plan, console)
+        found["buffers"] = buffer_table.as_json(plan)
     if not plan.fits:
         none_fits = question.max_context and best is None  # at any length: no need to search again
         found["would_fit_with"] = None if none_fits else suggest(plan, console)

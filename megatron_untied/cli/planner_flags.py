@@ -43,6 +43,7 @@ class Question:
     """No length was given: it is to be found."""
     max_context: bool
     compare: bool
+    buffers: bool
     json: str | None
     plot: str | None
 
@@ -73,6 +74,7 @@ def parse_question(argv: Sequence[str], description: str | None = None) -> Quest
         assumed_length=assumed_length,
         max_context=own.max_context,
         compare=own.compare,
+        buffers=own.buffers,
         json=own.json,
         plot=own.plot,
     )
@@ -133,6 +135,9 @@ def own_parser(description: str | None = None) -> argparse.ArgumentParser:
     )
     built.add_argument(
         "--compare", action="store_true", help="also what published methods would take"
+    )
+    built.add_argument(
+        "--buffers", action="store_true", help="also every buffer: size, phases, what it shares"
     )
     built.add_argument("--json", metavar="FILE", help="write the plan as JSON; - is stdout, alone")
     built.add_argument("--plot", metavar="FILE.png", help="draw memory over the phases of a step")

@@ -413,6 +413,7 @@ def ring_buffers(sizes: Sizes) -> Iterator[Buffer]:
     """Those of every attention call of a ring; none without one."""
     if sizes.num_ring == 1:
         return
+    together = {head: each.kv_to_load for each in sizes.mine for head in each.kv_to_load}
     for each in sizes.mine:
         for call in each.kernel_calls:
             columns = call.query_columns
@@ -421,7 +422,7 @@ def ring_buffers(sizes: Sizes) -> Iterator[Buffer]:
             k = torch.Size((*shape[:2], len(call.kv_heads), sizes.d))
             ring = RingBuffers.plan(q, k, sizes.dtype)
             yield ring.total
-            if len(call.kv_heads) < len(each.kv_heads):  # columns of what arrived together
+            if call.kv_heads != together[call.kv_heads[0]]:  # columns of what arrived together
                 yield from ring.own
             for step in range(1, sizes.num_ring):
                 yield from ring.borrowed[step % len(ring.borrowed)]

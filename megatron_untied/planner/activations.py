@@ -1,6 +1,6 @@
 """What attention and the activations of all layers take: the run's own plans, in bytes by cause."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -110,25 +110,33 @@ class PlainActivations:
     geometry: Geometry
     rank: int
 
+    def uses(self) -> Iterator[tuple[Phase, tuple[Buffer, ...]]]:
+        """The buffers that are in use in each phase."""
+        sizes = self._sizes
+        out, d_out = (head_major_slots(name, sizes) for name in ("out", "d_out"))
+        forward, backward = ForwardBuffers.plan(sizes), BackwardBuffers.plan(sizes)
+        ring = tuple(ring_buffers(sizes))
+        yield Phase.ATTENTION_FORWARD, (*buffers_of(forward), *ring, out)
+        yield Phase.ATTENTION_BACKWARD, (*buffers_of(backward), *ring, out, d_out)
+
     @cached_property
     def forward(self) -> Bytes:
         """While a layer attends."""
-        sizes = attention_sizes(self.geometry, self.rank)
-        buffers = *buffers_of(ForwardBuffers.plan(sizes)), *ring_buffers(sizes)
-        return by_cause([*buffers, head_major_slots("out", sizes)])
+        return by_cause(dict(self.uses())[Phase.ATTENTION_FORWARD])
 
     @cached_property
     def backward(self) -> Bytes:
         """While a layer's attention goes backward, with dO before it is in slots."""
-        sizes = attention_sizes(self.geometry, self.rank)
-        buffers = *buffers_of(BackwardBuffers.plan(sizes)), *ring_buffers(sizes)
-        slots = [head_major_slots(name, sizes) for name in ("out", "d_out")]
-        allocated = KernelBytes.of(sizes)
+        allocated = KernelBytes.of(self._sizes)
         rest = {
             Cause.KERNEL: allocated.kernel + allocated.home,
             Cause.SLOTS: self.geometry.output_bytes,
         }
-        return by_cause([*buffers, *slots]) + Bytes(rest)
+        return by_cause(dict(self.uses())[Phase.ATTENTION_BACKWARD]) + Bytes(rest)
+
+    @property
+    def _sizes(self) -> Sizes:
+        return attention_sizes(self.geometry, self.rank)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Plan:
         kind = StreamedStep if streamed else PlainStep
         ranks = (
             tuple(kind(geometry, rank, self.every_layer).moments())
-            for rank in _unlike_ranks(geometry)
+            for rank in unlike_ranks(geometry)
         )
         return max(ranks, key=lambda moments: max(each.num_bytes for each in moments))
 
@@ -68,7 +68,7 @@ class Plan:
         loader = Bytes({Cause.LOADER: _LOADER_BYTES * tokens * data.num_workers})
         stash = 0
         if self.config.memory.recompute_granularity is not None:
-            stash = max(host_bytes(geometry, rank) for rank in _unlike_ranks(geometry))
+            stash = max(host_bytes(geometry, rank) for rank in unlike_ranks(geometry))
         return ShardedWeights(geometry).on_host() + loader + Bytes({Cause.KEPT: stash})
 
     @cached_property
@@ -133,7 +133,7 @@ def length_step(plan: Plan) -> int:
     return 1024 * geometry.p * geometry.num_token_parts * blocks
 
 
-def _unlike_ranks(geometry: Geometry) -> Iterator[int]:
+def unlike_ranks(geometry: Geometry) -> Iterator[int]:
     """One Ulysses rank of each kind: those whose chunks have the same sizes need the same."""
     seen = set()
     for rank in range(geometry.num_ulysses):

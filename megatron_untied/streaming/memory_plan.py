@@ -61,17 +61,18 @@ class MemoryPlan:
     policy: ActivationPolicy
     _taken: dict[_Kind, tuple[Buffer, ...]] = field(default_factory=dict, repr=False, compare=False)
 
-    def workspace(self) -> Iterator[tuple[Phase, int, Held]]:
+    def workspace(self, *, first_step: bool = False) -> Iterator[tuple[Phase, int, Held]]:
         """Phase by phase with its layer: what the workspace holds when the phase ends.
 
-        Of a step that is not the first. The workspace gives its memory back before the loss, and
-        in backward after the attention of every layer; what a layer still reads stays until then.
+        It gives its memory back before the loss, and in backward after the attention of every
+        layer. What the backward of the first layer takes after that is still there in the forward
+        of the next step.
         """
         held: Held = {}
-        for step in range(2):
-            for phase, layer, now in self._step(held):
-                if step:
-                    yield phase, layer, now
+        if not first_step:
+            for _ in self._step(held):
+                pass
+        yield from self._step(held)
 
     def taken(self, phase: Phase, layer: int) -> tuple[Buffer, ...]:
         """The buffers that ``layer`` takes in ``phase``."""
@@ -90,20 +91,11 @@ class MemoryPlan:
             self._taken[kind] = _taken(self.sizes, kind)
         return self._taken[kind]
 
-    def table(self) -> list["TableRow"]:
-        """Every buffer of a step, with the phases in which it is used: the largest first."""
-        rows: dict[tuple[str, str], TableRow] = {}
+    def uses(self) -> Iterator[tuple[Phase, tuple[Buffer, ...]]]:
+        """The buffers that are in use in each phase, through a step."""
         for phase, layer, _ in self.workspace():
-            for buffer in self.taken(phase, layer):
-                row = rows.setdefault((buffer.memory, buffer.name), TableRow(buffer))
-                row.phases[phase] = None
-        memories = {row.buffer.memory: 0 for row in rows.values()}
-        for row in rows.values():
-            memory = row.buffer.memory
-            memories[memory] = max(memories[memory], row.buffer.num_bytes)
-        return sorted(
-            rows.values(), key=lambda row: (-memories[row.buffer.memory], row.buffer.memory)
-        )
+            if phase != Phase.BACKWARD:  # between layers nothing is taken
+                yield phase, self.taken(phase, layer)
 
     def host_bytes(self) -> int:
         """What the host arena has taken from the system after one step."""
@@ -145,14 +137,6 @@ class MemoryPlan:
 
     def _slots_of_layer(self) -> list[str]:
         return [head_major_slots(name, self.sizes.attention).memory for name in ("out", "d_out")]
-
-
-@dataclass(slots=True)
-class TableRow:
-    """A buffer, and when it is used."""
-
-    buffer: Buffer
-    phases: dict[Phase, None] = field(default_factory=dict)
 
 
 def _taken(sizes: LayerSizes, kind: _Kind) -> tuple[Buffer, ...]:

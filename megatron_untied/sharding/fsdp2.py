@@ -69,7 +69,7 @@ class FullSharding:
         """See :class:`Sharding`."""
         self.adam.zero_grad()
 
-    def more_to_come(self) -> AbstractContextManager:
+    def no_sync(self) -> AbstractContextManager:
         """Nothing is put off: each micro-batch reduces its gradients and adds them to the rows.
 
         To reduce once would keep whole fp32 gradients of all layers, 4 bytes a parameter.

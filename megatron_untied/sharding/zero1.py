@@ -70,7 +70,7 @@ class MegatronSharding:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def more_to_come(self) -> AbstractContextManager:
+    def no_sync(self) -> AbstractContextManager:
         """Gradients are reduced once a step, in its last backward."""
         return self.model.no_sync()
 

@@ -153,7 +153,7 @@ def save_and_load_before_the_first_step(group, path):
     assert other.state.shards.step() == 0
     for one in (run, other):
         one.train(range(2))
-    first, second = gather_state(run), gather_state(other)
+    first, second = gather_state(run.state), gather_state(other)
     fresh = small_run(Split())
     fresh.train(range(2))
     third = gather_state(fresh)

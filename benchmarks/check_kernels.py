@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from megatron_untied.context_parallel.kernels import (
+    Attended,
     AttentionKernel,
     Mask,
+    Qkv,
+    QkvGrads,
     Segments,
     TracedFlashAttention3,
 )
-from megatron_untied.context_parallel.kernels.choice import KERNELS
 from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
+from megatron_untied.context_parallel.kernels.registry import KERNELS
 from megatron_untied.platform import device
 
 HEAD_WIDTH, WINDOW, TAIL = 128, 1024, 2048
@@ -37,14 +40,12 @@ def tensors(s: int, *, h: int, g: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def run(kernel: AttentionKernel, x: dict[str, Tensor], mask: Mask) -> list[Tensor]:
     """Forward and backward, which writes dQ over dO as in a chunk; returns what they wrote."""
-    scale = HEAD_WIDTH**-0.5
-    lse = kernel.forward(x["q"], x["k"], x["v"], out=x["out"], mask=mask, scale=scale)
-    gradients = {name: x[name] for name in ("dq", "dk", "dv")}
-    d_out = x["dq"].copy_(x["d_out"])
-    kernel.backward(
-        d_out, x["q"], x["k"], x["v"], x["out"], lse, **gradients, mask=mask, scale=scale
-    )
-    return [x["out"], lse, *gradients.values()]
+    qkv = Qkv(x["q"], x["k"], x["v"])
+    lse = kernel.forward(qkv, out=x["out"], mask=mask)
+    into = QkvGrads(x["dq"], x["dk"], x["dv"])
+    d_out = into.dq.copy_(x["d_out"])
+    kernel.backward(d_out, qkv, Attended(x["out"], lse), into=into, mask=mask)
+    return [x["out"], lse, *into]
 
 
 def errors(found: list[Tensor], expected: list[Tensor]) -> str:
@@ -99,7 +100,9 @@ def measure(kernel: AttentionKernel, s: int, dtype: torch.dtype) -> tuple[float,
 
 def main() -> None:
     """Check them one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=1 << 16, help="of the measurement")
     parser.add_argument("--long", type=int, default=5 << 20, help="rows of the long call")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])

@@ -6,7 +6,7 @@ Takes the flags of pretrain_gpt.py; --micro-batch-size, --lr and data need not b
 
     python benchmarks/memory_trace.py --world-size 8 --model llama3-8b --seq-length 5242880 \
         --context-parallel-size 8 --cp-heads-per-chunk 8 --no-cp-overlap --bf16 \
-        --use-torch-fsdp2 --recompute-granularity selective --cpu-offloading-num-layers 32 \
+        --use-torch-fsdp2 --recompute-granularity selective --cpu-offloading-num-layers all \
         --sequence-tile-size 8192 --loss-chunk-size 8192
 
 Not counted: what the allocator adds to a request, and what CUDA, NCCL and cuBLAS take for
@@ -25,12 +25,14 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 from rich.console import Console
-from rich.table import Table
 
-from megatron_untied.planner.auto import is_automatic
-from megatron_untied.planner.flags import complete
+from megatron_untied.cli.arguments import parse_arguments
+from megatron_untied.cli.flag_values import count
+from megatron_untied.cli.planner_flags import complete
+from megatron_untied.phases import Phase
+from megatron_untied.planner.report import print_line, print_table
+from megatron_untied.planner.search import is_automatic
 from megatron_untied.tracing.step import StepTrace, trace_step
-from megatron_untied.training.arguments import parse_arguments
 from megatron_untied.training.initialize import errors_in_one_line
 
 GIB = 2**30
@@ -39,9 +41,13 @@ GIB = 2**30
 def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This tool's flags, and those of the run."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s --world-size N [these] FLAGS OF TRAINING",
+        epilog="Flags of training: python pretrain_gpt.py --help",
+        allow_abbrev=False,
     )
-    parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
+    parser.add_argument("--world-size", type=count, required=True, help="ranks of the run")
     parser.add_argument("--rank", type=int, default=0, help="the rank to trace (0)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers here")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the step's memory here")
@@ -73,37 +79,46 @@ def as_json(trace: StepTrace) -> dict[str, object]:
 
 def print_trace(trace: StepTrace, console: Console) -> None:
     """Two tables: the phases of a step, and what was alive at its highest moment."""
-    phases = Table("phase", "highest, GiB", title="Device memory by phase")
-    for name, peak in trace.peak_by_phase.items():
-        style = "bold" if name == trace.peak_phase else ""
-        phases.add_row(name, f"{peak.num_bytes / GIB:.2f}", style=style)
-    causes = Table("GiB", "allocated by", title=f"Alive at the peak, in {trace.peak_phase}")
-    for cause, num_bytes in trace.peak.by_cause.items():
-        if num_bytes >= trace.peak.num_bytes / 1000:
-            causes.add_row(f"{num_bytes / GIB:.2f}", cause)
-    console.print(phases, causes)
-    console.print(
+    phases = {
+        name + " <- peak" * (name == trace.peak_phase): [f"{peak.num_bytes / GIB:.2f}"]
+        for name, peak in trace.peak_by_phase.items()
+    }
+    print_table(console, "Device memory by phase", "phase", ["highest, GiB"], phases)
+    alive = {
+        cause: [f"{num_bytes / GIB:.2f}"]
+        for cause, num_bytes in trace.peak.by_cause.items()
+        if num_bytes >= trace.peak.num_bytes / 1000
+    }
+    title = f"Alive at the peak, in {trace.peak_phase}"
+    print_table(console, title, "allocated for", ["GiB"], alive)
+    print_line(
+        console,
         f"device peak {trace.peak.num_bytes / GIB:.2f} GiB, between steps "
-        f"{trace.model_state_bytes / GIB:.2f}; host {trace.host_bytes / GIB:.2f} GiB a rank\n"
+        f"{trace.model_state_bytes / GIB:.2f}; host {trace.host_bytes / GIB:.2f} GiB per rank",
+    )
+    print_line(
+        console,
         f"a layer: attention forward {trace.attention_forward_calls_per_layer:g} times a step, "
         f"{trace.exchange_bytes_per_layer / GIB:.2f} GiB exchanged; attention "
-        f"{trace.attention_flops:.4g} FLOPs a step"
+        f"{trace.attention_flops:.4g} FLOPs a step",
     )
 
 
 COLORS = {
-    "set-up": "lightgray",
-    "between layers, forward": "lightsteelblue",
-    "attention forward": "tab:blue",
-    "tiles forward": "cornflowerblue",
-    "loss": "tab:orange",
-    "between layers, backward": "mistyrose",
-    "tiles backward, down to attention": "salmon",
-    "attention backward": "tab:red",
-    "tiles backward, from attention": "indianred",
-    "optimizer step": "gray",
+    Phase.SETUP: "lightgray",
+    Phase.FORWARD: "lightsteelblue",
+    Phase.ATTENTION_FORWARD: "tab:blue",
+    Phase.MLP_FORWARD: "cornflowerblue",
+    Phase.LOSS: "tab:orange",
+    Phase.BACKWARD: "mistyrose",
+    Phase.RECOMPUTE_ATTENTION: "tab:blue",
+    Phase.RECOMPUTE_MLP: "cornflowerblue",
+    Phase.MLP_BACKWARD: "salmon",
+    Phase.ATTENTION_BACKWARD: "tab:red",
+    Phase.QKV_BACKWARD: "indianred",
+    Phase.OPTIMIZER: "gray",
 }
-"""Of phases; one that runs again in backward is hatched."""
+HATCHED = {Phase.RECOMPUTE_ATTENTION, Phase.RECOMPUTE_MLP}
 
 
 def draw(trace: StepTrace, title: str):
@@ -111,11 +126,10 @@ def draw(trace: StepTrace, title: str):
     figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
     told = set()
     for place, (phase, num_bytes) in enumerate(trace.timeline):
-        name, again = phase.removesuffix(", again"), phase.endswith(", again")
         label = None if phase in told else phase
         told.add(phase)
-        hatch = "///" if again else None
-        axes.bar(place, num_bytes / GIB, 1, color=COLORS[name], hatch=hatch, label=label)
+        hatch = "///" if phase in HATCHED else None
+        axes.bar(place, num_bytes / GIB, 1, color=COLORS[phase], hatch=hatch, label=label)
     axes.axhline(trace.model_state_bytes / GIB, color="black", linestyle=":")
     axes.set(title=title, ylabel="device memory, GiB", xticks=[])
     axes.set(xlabel="a step, phase after phase; dotted: between steps")

@@ -2,7 +2,7 @@
 # Goes on with Llama 3 8B at a context of 1,048,576 tokens: one node of 8 GPUs of 80 GB, 1 TiB of memory.
 #
 #   python tools/convert_checkpoint.py hf-to-megatron --hf-path Meta-Llama-3-8B --save checkpoints/llama3-8b
-#   bash examples/finetune_8b_1m.sh [--dry-run] [CONVERTED [CHECKPOINTS [TENSORBOARD [TOKENIZER [DATA]]]]] [FLAGS]
+#   bash examples/finetune_8b_1m.sh [--dry-run|--rehearse] [CONVERTED [CHECKPOINTS [TENSORBOARD [TOKENIZER [DATA]]]]] [FLAGS]
 #
 # CONVERTED is checkpoints/llama3-8b by default, TOKENIZER the one in it. Where CHECKPOINTS has one already, it goes on.
 HOST_MEMORY_GIB="${HOST_MEMORY_GIB:-1024}"
@@ -13,13 +13,14 @@ CONVERTED="${PATHS[0]:-checkpoints/llama3-8b}"
 MODEL_ARGS=(--use-checkpoint-args)
 DEFAULT_TOKENIZER="$CONVERTED/tokenizer"
 if [[ ! -e "$CONVERTED" ]]; then
-    [[ "$DRY_RUN" == yes ]] || fail "no checkpoint in $CONVERTED; tools/convert_checkpoint.py hf-to-megatron makes one"
+    [[ "$DRY_RUN" == yes || "$REHEARSE" == yes ]] || fail "no checkpoint in $CONVERTED; tools/convert_checkpoint.py hf-to-megatron makes one"
     echo "no checkpoint in $CONVERTED: planned for a model of its shape"
     MODEL_ARGS=(--model llama3-8b)
     DEFAULT_TOKENIZER=MOCK
 fi
 name_paths finetune_8b_1m "${PATHS[@]:1}"
-if [[ ! -e "$CHECKPOINTS/latest_checkpointed_iteration.txt" && -e "$CONVERTED" ]]; then
+# A rehearsal starts over.
+if [[ -e "$CONVERTED" && ("$REHEARSE" == yes || ! -e "$CHECKPOINTS/latest_checkpointed_iteration.txt") ]]; then
     LOAD_ARGS=(--load "$CONVERTED" --finetune)
 fi
 
@@ -36,7 +37,7 @@ PARALLEL_ARGS=(
 MEMORY_ARGS=(
     --bf16
     --recompute-granularity selective # attention runs once a step; 516 GiB of host memory
-    --cpu-offloading-num-layers 32
+    --cpu-offloading-num-layers all
     --sequence-tile-size 8192
     --loss-chunk-size 8192
 )

@@ -2,7 +2,7 @@
 # Pretrains a model of Qwen3 32B's shape on samples of 4,194,304 tokens: two nodes of 8 GPUs of 80 GB, 2 TiB of memory
 # each. Within a node ranks exchange heads (Ulysses), the nodes are a ring: only keys and values cross the network.
 #
-#   MASTER_ADDR=... NODE_RANK=0 bash examples/pretrain_32b_4m.sh [--dry-run] [CHECKPOINTS [TENSORBOARD [TOKENIZER [DATA]]]] [FLAGS]
+#   MASTER_ADDR=... NODE_RANK=0 bash examples/pretrain_32b_4m.sh [--dry-run|--rehearse] [CHECKPOINTS [TENSORBOARD [TOKENIZER [DATA]]]] [FLAGS]
 #
 # On each node, with folders that all nodes share; slurm_multinode.sbatch, docker_multinode.sh and
 # kubernetes_pytorchjob.yaml set the variables.
@@ -26,7 +26,7 @@ MEMORY_ARGS=(
     --bf16
     --recompute-granularity full # attention outputs of 64 layers, 1.6 times as wide as the residual, are beyond 2 TiB
     --recompute-num-layers 2
-    --cpu-offloading-num-layers 64
+    --cpu-offloading-num-layers all
     --sequence-tile-size 8192
     --loss-chunk-size 8192
 )

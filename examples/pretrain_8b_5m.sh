@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Pretrains a model of Llama 3 8B's shape on samples of 5,242,880 tokens: one node of 8 GPUs of 80 GB, 2 TiB of memory.
 #
-#   bash examples/pretrain_8b_5m.sh [--dry-run] [CHECKPOINTS [TENSORBOARD [TOKENIZER [DATA]]]] [FLAGS]
+#   bash examples/pretrain_8b_5m.sh [--dry-run|--rehearse] [CHECKPOINTS [TENSORBOARD [TOKENIZER [DATA]]]] [FLAGS]
 #
 # With 1 TiB add --recompute-granularity full --recompute-num-layers 4: 606 GiB there, and attention forward twice.
 source "$(dirname "$0")/launch.sh"
@@ -22,7 +22,7 @@ MEMORY_ARGS=(
     --bf16
     --recompute-granularity selective # attention runs once a step
     --recompute-num-layers 8          # the input of every layer too would take more than 2 TiB
-    --cpu-offloading-num-layers 32
+    --cpu-offloading-num-layers all
     --sequence-tile-size 8192
     --loss-chunk-size 8192
 )

@@ -25,28 +25,27 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_untied.backends import Backend, TransformerImpl, choose_backend
+from megatron_untied.backends import Backend, choose_backend
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
-from megatron_untied.context_parallel.kernels import (
-    AttentionBackend,
-    AttentionKernel,
-    choose_kernel,
-)
-from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.config.run import AttentionBackend, TransformerImpl
+from megatron_untied.context_parallel.buffer_plan import Workspace
+from megatron_untied.context_parallel.kernels import AttentionKernel, choose_kernel
 from megatron_untied.context_parallel.ring import Ring
 from megatron_untied.context_parallel.self_attention import (
-    AttentionParts,
+    AttentionContext,
     UntiedUlyssesSelfAttention,
 )
-from megatron_untied.context_parallel.sequence import SequenceInfo
-from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout
 from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
 from megatron_untied.norms import deferred
+from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.platform.device import current_device
 from megatron_untied.rope import RotaryTable
+from megatron_untied.step_progress import StepProgress
+from megatron_untied.streaming.activation_policy import ActivationPolicy
+from megatron_untied.streaming.activation_store import ActivationStore
 from megatron_untied.streaming.host_arena import HostArena
-from megatron_untied.streaming.layer import StreamingParts, UntiedTransformerLayer
-from megatron_untied.streaming.stash import Stash
+from megatron_untied.streaming.layer import StreamingContext, UntiedTransformerLayer
 
 
 class UntiedGPTModel(GPTModel):
@@ -57,11 +56,11 @@ class UntiedGPTModel(GPTModel):
         *args,
         logical_vocab_size: int,
         loss_chunk_size: int | None,
-        attention_parts: AttentionParts,
+        attention_context: AttentionContext,
         **kwargs,
     ):
         super().__init__(*args, position_embedding_type="none", **kwargs)
-        self.attention_parts = attention_parts
+        self.attention_context = attention_context
         self.loss = Loss(
             functools.partial(
                 chunked_cross_entropy,
@@ -69,12 +68,13 @@ class UntiedGPTModel(GPTModel):
                 chunk_size=loss_chunk_size,
                 tp_group=self.pg_collection.tp,
                 sequence_parallel=self.config.sequence_parallel,
-            )
+            ),
+            attention_context.progress,
         )
 
     def describe(self) -> str:
         """Which code was chosen for it, in a few words."""
-        return f"attention kernel {self.attention_parts.kernel.name}"
+        return f"attention kernel {self.attention_context.kernel.name}"
 
     def forward(
         self,
@@ -99,6 +99,10 @@ class UntiedGPTModel(GPTModel):
             tokens, None, None, labels=labels, loss_mask=token_weights, packed_seq_params=sequence
         )
 
+    def _preprocess(self, *args, **kwargs) -> tuple:
+        with allocating(MemoryCategory.RESIDUAL):  # the embedding's output
+            return super()._preprocess(*args, **kwargs)
+
     def _postprocess(self, hidden_states, labels=None, loss_mask=None, **kwargs) -> Tensor:
         if labels is None:
             if isinstance(self, FSDPModule) and torch.is_grad_enabled():
@@ -110,7 +114,7 @@ class UntiedGPTModel(GPTModel):
             return super()._postprocess(normalized, labels=None, **kwargs)
         norm = self.decoder.final_layernorm
         # The loss needs none of attention's buffers, and their memory.
-        self.attention_parts.workspace.release()
+        self.attention_context.workspace.release()
         return self.loss(hidden_states, self._output_matrix, labels, loss_mask, norm)
 
     def _output_matrix(self) -> Tensor:
@@ -121,9 +125,9 @@ class UntiedGPTModel(GPTModel):
 class Loss(nn.Module):
     """A loss as a module, so that full sharding can gather the output matrix for the call."""
 
-    def __init__(self, cross_entropy: Callable[..., Tensor]):
+    def __init__(self, cross_entropy: Callable[..., Tensor], progress: StepProgress):
         super().__init__()
-        self.cross_entropy = cross_entropy
+        self.cross_entropy, self.progress = cross_entropy, progress
 
     def forward(
         self,
@@ -134,7 +138,8 @@ class Loss(nn.Module):
         norm: nn.Module,
     ) -> Tensor:
         """See :func:`chunked_cross_entropy`. ``matrix`` is asked for when it has been gathered."""
-        return self.cross_entropy(hidden, matrix(), labels, token_weights, norm=norm)
+        with self.progress.phase(Phase.LOSS):
+            return self.cross_entropy(hidden, matrix(), labels, token_weights, norm=norm)
 
 
 def build_model(
@@ -147,11 +152,13 @@ def build_model(
     kernel: AttentionKernel | None = None,
     arena: HostArena | None = None,
     transformer_impl: TransformerImpl = "local",
+    progress: StepProgress | None = None,
 ) -> UntiedGPTModel:
     """The model of this rank, with uninitialized weights, on the current default device.
 
     ``kernel`` computes its attention and ``arena`` is where its layers keep what goes to the host;
-    None takes what is right for this machine.
+    None takes what is right for this machine. The model states its phases to ``progress``, None is
+    for a model that is trained by another loop.
     """
     if kernel is None:
         kernel = attention_kernel(model, precision)
@@ -159,8 +166,8 @@ def build_model(
         arena = HostArena.for_device(current_device())
     backend = choose_backend(transformer_impl, model.normalization)
     config = transformer_config(model, parallel, precision, transformer_impl)
-    parts = attention_parts(model, parallel, groups, kernel)
-    layer = layer_spec(config, backend, parts, memory, arena)
+    context = attention_context(model, parallel, groups, kernel, progress)
+    layer = layer_spec(config, backend, context, memory, arena)
     return UntiedGPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
@@ -170,7 +177,7 @@ def build_model(
         logical_vocab_size=model.vocab_size,
         max_sequence_length=model.max_position_embeddings,
         loss_chunk_size=memory.loss_chunk_size,
-        attention_parts=parts,
+        attention_context=context,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         pg_collection=groups,
     )
@@ -194,16 +201,17 @@ def attention_kernel(
     )
 
 
-def attention_parts(
+def attention_context(
     model: ModelConfig,
     parallel: ParallelConfig,
     groups: ProcessGroupCollection,
     kernel: AttentionKernel,
-) -> AttentionParts:
+    progress: StepProgress | None = None,
+) -> AttentionContext:
     """What the attention modules of one model share: layout, rotary table, kernel, buffers."""
     ulysses, ring = context_parallel_groups(parallel, groups)
     assert groups.cp.size() == parallel.context_parallel_size
-    return AttentionParts(
+    return AttentionContext(
         layout=SequenceLayout.of(parallel, rank=groups.cp.rank()),
         ulysses=ulysses,
         ring=ring and Ring(ring),
@@ -213,6 +221,7 @@ def attention_parts(
         window=model.window_size,
         rotary=RotaryTable(model.rotary, model.kv_channels),
         workspace=Workspace(),
+        progress=progress or StepProgress(),
     )
 
 
@@ -232,39 +241,35 @@ def context_parallel_groups(
 def layer_spec(
     config: TransformerConfig,
     backend: Backend,
-    parts: AttentionParts,
+    context: AttentionContext,
     memory: MemoryConfig,
     arena: HostArena,
 ) -> ModuleSpec:
     """The streamed layer if anything is to be recomputed, else megatron-core's standard one."""
-    submodules = layer_submodules(config, backend, parts)
+    submodules = layer_submodules(config, backend, context)
     if memory.recompute_granularity is None:
         return ModuleSpec(module=TransformerLayer, submodules=submodules)
     return ModuleSpec(
         module=UntiedTransformerLayer,
-        params={"streaming": streaming_parts(config.num_layers, memory, parts.workspace, arena)},
+        params={
+            "streaming": streaming_context(config.num_layers, memory, context.workspace, arena)
+        },
         submodules=submodules,
     )
 
 
-def streaming_parts(
+def streaming_context(
     num_layers: int, memory: MemoryConfig, workspace: Workspace, arena: HostArena
-) -> StreamingParts:
+) -> StreamingContext:
     """What the streamed layers of one model share: tile size, and what is kept where."""
-    stash = Stash(
-        num_layers=num_layers,
-        selective=memory.recompute_granularity == "selective",
-        layers_per_group=memory.recompute_num_layers,
-        host_layers=memory.cpu_offloading_num_layers,
-        park=memory.park_during_attention,
-        arena=arena,
-        workspace=workspace,
+    store = ActivationStore(
+        policy=ActivationPolicy.of(memory, num_layers), arena=arena, workspace=workspace
     )
-    return StreamingParts(tile_size=memory.sequence_tile_size, stash=stash)
+    return StreamingContext(tile_size=memory.sequence_tile_size, store=store)
 
 
 def layer_submodules(
-    config: TransformerConfig, backend: Backend, parts: AttentionParts
+    config: TransformerConfig, backend: Backend, context: AttentionContext
 ) -> TransformerLayerSubmodules:
     """Megatron-core's standard layer with our self-attention in its slot."""
     head_norm = backend.norm if config.qk_layernorm else None
@@ -273,7 +278,7 @@ def layer_submodules(
         input_layernorm=backend.norm,
         self_attention=ModuleSpec(
             module=UntiedUlyssesSelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal, "parts": parts},
+            params={"attn_mask_type": AttnMaskType.causal, "context": context},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=column,
                 core_attention=NoCoreAttention,

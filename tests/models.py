@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
 from megatron_untied.model import UntiedGPTModel, build_model
 from megatron_untied.sharding.initialize_weights import initialize_weights
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming.host_arena import HostArena
 
 TINY = ModelConfig(
@@ -51,12 +52,13 @@ def make_model(
     groups: ProcessGroupCollection | None = None,
     seed: int = 1,
     arena: HostArena | None = None,
+    progress: StepProgress | None = None,
 ) -> UntiedGPTModel:
     """A model with its initial weights, the same at every tensor-parallel size."""
     parallel = parallel or ParallelConfig()
     groups = groups or parallel_groups(parallel)
     memory, precision = memory or MemoryConfig(), precision or Precision()
-    built = build_model(model, parallel, memory, precision, groups, arena=arena)
+    built = build_model(model, parallel, memory, precision, groups, arena=arena, progress=progress)
     initialize_weights(built, model, seed, groups.tp)
     return built
 

@@ -63,7 +63,7 @@ def sequence_of(layout) -> SequenceInfo:
 
 
 def layout_of(model):
-    return model.decoder.layers[0].self_attention.parts.layout
+    return model.decoder.layers[0].self_attention.context.layout
 
 
 def gradients_of(model, group=None) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from megatron_untied.backends import choose_backend
 from megatron_untied.config import MemoryConfig, ParallelConfig, Precision
 from megatron_untied.context_parallel.kernels import CpuFlash, Segments
 from megatron_untied.context_parallel.sequence import SequenceInfo
-from megatron_untied.model import attention_parts, layer_spec, transformer_config
+from megatron_untied.model import attention_context, layer_spec, transformer_config
 from megatron_untied.platform.device import current_device
 from megatron_untied.streaming.host_arena import HostArena
 from tests.distributed import run_on_ranks
@@ -72,7 +72,7 @@ class SumOverRanks(torch.autograd.Function):
 def float64_layer(parallel, memory):
     groups, config = parallel_groups(parallel), transformer_config(CONFIG, parallel, Precision())
     config.params_dtype = torch.float64
-    parts = attention_parts(CONFIG, parallel, groups, CpuFlash())
+    parts = attention_context(CONFIG, parallel, groups, CpuFlash())
     backend = choose_backend("local", "RMSNorm")
     arena = HostArena.for_device(current_device())
     spec = layer_spec(config, backend, parts, memory, arena)

@@ -42,7 +42,7 @@ def check_logits(group, config, parallel, expected):
     for u in legal_heads_per_chunk(config.num_attention_heads, num_ulysses):
         for memory in MEMORIES:
             model = make_model(config, replace(parallel, heads_per_chunk=u), memory, groups=groups)
-            layout = model.attention_parts.layout
+            layout = model.attention_context.layout
             logits = model(layout.shard(tokens_of(config)))
             error = (logits - layout.shard(expected, dim=1)).abs().max() / expected.abs().max()
             # fp32; products of other shapes sum in another order.
@@ -71,7 +71,7 @@ def check_perturbation(group, parallel, changed):
     others[:, changed] = (others[:, changed] + 1) % config.vocab_size
     for memory in MEMORIES:
         model = make_model(config, parallel, memory, groups=groups)
-        layout = model.attention_parts.layout
+        layout = model.attention_context.layout
         differs = (model(layout.shard(tokens)) != model(layout.shard(others))).any(-1)
         expected = (torch.arange(S) >= changed).expand_as(tokens)
         assert torch.equal(differs, layout.shard(expected)), memory.recompute_granularity
@@ -86,7 +86,7 @@ def test_a_token_changes_no_logit_before_it_and_every_one_after(changed):
 def check_bfloat16(group):
     positions = torch.arange(5_242_880 - 8, 5_242_880)
     model = make_model(tiny(rotary=RotaryConfig(base=5e5)))
-    rotary = model.attention_parts.rotary
+    rotary = model.attention_context.rotary
     expected = [x.clone() for x in rotary.at(positions)]
     model.bfloat16()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

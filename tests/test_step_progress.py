@@ -3,8 +3,9 @@
 import pytest
 
 from megatron_untied.config import MemoryConfig, ParallelConfig
+from megatron_untied.flops import attention_units
+from megatron_untied.phases import Phase
 from megatron_untied.step_progress import COST, StepProgress
-from megatron_untied.training.flops import attention_units
 from tests.distributed import run_on_ranks
 from tests.models import batch, make_model, parallel_groups, tiny
 
@@ -33,15 +34,22 @@ def test_progress_is_the_devices_not_the_hosts():
     progress = StepProgress(device.record)
     progress.begin("iteration 1", total_units=7.0)
     layer = progress.of_layer(2, num_layers=4, num_chunks=2)
-    for chunk in range(2):
-        layer.chunk("forward", chunk)
-        layer.attended()
-    assert str(progress.reached()) == "start, starting"
+    with layer.phase(Phase.ATTENTION_FORWARD):
+        for chunk in range(2):
+            layer.chunk(chunk)
+            layer.attended()
+        assert progress.current is Phase.ATTENTION_FORWARD
+    assert progress.current is Phase.DATA
+    assert str(progress.reached()) == "start, setup"
     device.done = 2
-    assert str(progress.reached()) == "iteration 1, forward, layer 3 of 4, chunk 1 of 2"
+    assert str(progress.reached()) == "iteration 1, attention forward, layer 3 of 4"
+    device.done = 3
+    assert str(progress.reached()) == "iteration 1, attention forward, layer 3 of 4, chunk 1 of 2"
     assert progress.reached().units == 0
+    device.done = device.recorded - 1
+    assert str(progress.reached()) == "iteration 1, attention forward, layer 3 of 4, chunk 2 of 2"
     device.done = device.recorded
-    assert str(progress.reached()) == "iteration 1, forward, layer 3 of 4, chunk 2 of 2"
+    assert str(progress.reached()) == "iteration 1, data loading"
     assert progress.reached().fraction == 1 / 7
 
 
@@ -58,7 +66,7 @@ def test_a_rank_that_has_attended_is_ahead_of_one_that_attends_to_the_same_chunk
     ranks = [StepProgress(lambda: None) for _ in range(3)]
     for progress in ranks:
         progress.begin("iteration 1", 1.0)
-        progress.of_layer(0, 1, 1).chunk("forward", 0)
+        progress.of_layer(0, 1, 1).chunk(0)
     ranks[1].called()
     ranks[2].of_layer(0, 1, 1).attended()
     assert ranks[0].reached().order < ranks[1].reached().order < ranks[2].reached().order
@@ -71,18 +79,18 @@ def places_of_a_step(group, parallel: dict, memory: MemoryConfig) -> tuple[list,
     """What a forward and a backward mark: kinds with layers and chunks, orders; the fraction."""
     parallel = ParallelConfig(heads_per_chunk=HEADS_PER_CHUNK, **parallel)
     config, groups = tiny(num_layers=LAYERS), parallel_groups(parallel)
-    model = make_model(config, parallel, memory, groups=groups)
-    progress, marked = model.attention_parts.progress, []
+    progress, marked = StepProgress(), []
+    model = make_model(config, parallel, memory, groups=groups, progress=progress)
     mark = progress._mark
     progress._mark = lambda place: (marked.append(place), mark(place))
     progress.begin("iteration 1", LAYERS * attention_units(memory))
-    layout = model.decoder.layers[0].self_attention.parts.layout
+    layout = model.decoder.layers[0].self_attention.context.layout
     shard = {name: layout.shard(x) for name, x in batch(config, 32, 1).items()}
-    progress.enter("forward")
-    loss = model(**shard)
-    progress.enter("backward")
-    loss.backward()
-    kinds = [(place.doing, place.layer, place.chunk) for place in marked if place.layer is not None]
+    with progress.phase(Phase.FORWARD):
+        loss = model(**shard)
+    with progress.phase(Phase.BACKWARD):
+        loss.backward()
+    kinds = [(place.phase, place.layer, place.chunk) for place in marked if place.chunk is not None]
     return kinds, [place.order for place in marked], progress.reached().fraction
 
 
@@ -109,15 +117,27 @@ def test_a_step_adds_up_to_all_of_its_attention(memory, split):
     assert orders == sorted(orders)
     assert all(its == orders for _, its, _ in everyone)  # so that places of ranks compare
     seen = list(dict.fromkeys(places))
-    forward = [("forward", layer, chunk) for layer in range(LAYERS) for chunk in range(2)]
+    chunks = [(layer, chunk) for layer in range(LAYERS) for chunk in range(2)]
+    forward = [(Phase.ATTENTION_FORWARD, *chunk) for chunk in chunks]
     assert seen[: len(forward)] == forward
     again = "full" in memory
-    assert {kind for kind, _, _ in seen} == {"forward", "backward"} | (
-        {"recompute"} if again else set()
-    )
+    assert {kind for kind, _, _ in seen} == {
+        Phase.ATTENTION_FORWARD,
+        Phase.ATTENTION_BACKWARD,
+        *([Phase.RECOMPUTE_ATTENTION] if again else []),
+    }
     assert len(seen) == len(forward) * (3 if again else 2)
-    assert seen[-1] == ("backward", 0, 1)
+    assert seen[-1] == (Phase.ATTENTION_BACKWARD, 0, 1)
 
 
 def test_backward_is_five_products_to_two():
-    assert COST["backward"] / COST["forward"] == 5 / 2
+    assert COST[Phase.ATTENTION_BACKWARD] / COST[Phase.ATTENTION_FORWARD] == 5 / 2
+
+
+def test_what_is_no_attention_advances_by_its_own_units():
+    progress = StepProgress()
+    progress.begin("iter_0000003", total_units=200, phase=Phase.LOADING)
+    for _ in range(3):
+        progress.advance(50)
+    assert progress.reached().fraction == 0.75
+    assert str(progress.reached()) == "iter_0000003, loading"

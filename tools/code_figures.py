@@ -29,7 +29,7 @@ class Figures:
     lines: int
     functions_per_1000_lines: float
     tiny_bodies: float
-    """Share of functions whose body, docstring left out, has at most ``TINY_BODY`` lines."""
+    """Share of functions whose body, docstring included, has at most ``TINY_BODY`` lines."""
     comment_lines: float
     """Share of lines that hold a comment."""
     median_function_lines: float
@@ -45,7 +45,7 @@ def figures_of(paths: list[Path]) -> Figures:
     files = [file for file in _python_files(paths) if len(_lines(file)) >= SHORTEST_FILE]
     lines = sum(len(_lines(file)) for file in files)
     functions = [(f"{_short(file)}:{f.name}", f, file) for file in files for f in _functions(file)]
-    bodies = [_body_lines(f) for _, f, _ in functions]
+    bodies = [n for _, f, _ in functions if (n := _body_lines(f)) is not None]
     code = [(_code_lines(f, file), name) for name, f, file in functions]
     parameters = [(_num_parameters(f), name) for name, f, _ in functions]
     longest, longest_name = max(code)
@@ -83,10 +83,12 @@ def _functions(file: Path) -> list[Function]:
     return [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, Function)]
 
 
-def _body_lines(function: Function) -> int:
-    """Lines of the body, docstring left out."""
-    body = function.body[1:] if ast.get_docstring(function) else function.body
-    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+def _body_lines(function: Function) -> int | None:
+    """Lines of the body with its docstring; None of a declaration that has nothing else."""
+    body = function.body
+    if len(body) == 1 and ast.get_docstring(function):
+        return None
+    return body[-1].end_lineno - body[0].lineno + 1
 
 
 def _code_lines(function: Function, file: Path) -> int:

@@ -1,6 +1,6 @@
 # Sourced by the scripts. A Python that has this package installed (a container's, or an environment
 # of your own) is used as it is; else .venv is made from requirements.txt, or renewed if that changed.
-environment_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+environment_root="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # -I: the egg-info that an editable install leaves in this folder is not an installation.
 environment_has_package() { python -I -c 'import importlib.metadata as m; m.version("megatron-untied")' 2> /dev/null; }
 if ! environment_has_package; then

@@ -7,6 +7,7 @@ its torch; another from an index would break them all. So a base without torch, 
 the requirements were not checked for, is refused.
 """
 
+import argparse
 import re
 import sys
 from importlib.metadata import Distribution, distributions
@@ -17,10 +18,18 @@ DEFAULT_BASE = "the Dockerfile's default BASE_IMAGE has it"
 
 def main(argv: list[str]) -> None:
     """Constraints of this Python for the requirements file in ``argv``, or one line of error."""
-    pinned = re.search(r"^torch==(.+)$", Path(argv[0]).read_text(), re.M)[1]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("requirements", type=Path, help="a file with a line torch==VERSION")
+    file = parser.parse_args(argv).requirements
     try:
+        pin = re.search(r"^torch==(.+)$", file.read_text(), re.M)
+        if pin is None:
+            raise ValueError(f"{file} has no line torch==VERSION; give requirements.txt")
+        pinned = pin[1]
         print("\n".join(constraints(distributions(), pinned)))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

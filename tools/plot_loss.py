@@ -1,10 +1,11 @@
 """Draw the loss curves of a metrics file.
 
-python tools/plot_loss.py runs/tiny/metrics.jsonl --output runs/tiny/loss.png --unigram-entropy 5.1
+    python tools/plot_loss.py runs/tiny/metrics.jsonl --output loss.png --unigram-entropy 5.1
+
+Values that are not finite are left out.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -40,17 +41,30 @@ def draw(train: Curve, validation: Curve, unigram_entropy: float | None):
 
 def main(argv: list[str] | None = None) -> None:
     """Read, draw, save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("metrics", type=Path, help="the file of --metrics-jsonl")
     parser.add_argument("--output", type=Path, help="image (loss.png beside the metrics)")
     parser.add_argument("--unigram-entropy", type=float, metavar="NATS", help="a line to be below")
     arguments = parser.parse_args(argv)
-    lines = read_metrics(arguments.metrics)
-    train, validation = curve(lines, "lm_loss"), curve(lines, "validation_loss")
+    try:
+        lines = read_metrics(arguments.metrics)
+        train, validation = curve(lines, "lm_loss"), curve(lines, "validation_loss")
+    except OSError as error:
+        parser.exit(2, f"plot_loss: {error}\n")
+    except (ValueError, AttributeError, KeyError) as error:  # no JSON, no objects, no iterations
+        reason = f"{arguments.metrics} is not a file of --metrics-jsonl ({error!r})"
+        parser.exit(2, f"plot_loss: {reason}\n")
     if not train[0] and not validation[0]:
-        sys.exit(f"{arguments.metrics} has no losses")
+        parser.exit(2, f"plot_loss: {arguments.metrics} has no losses\n")
     output = arguments.output or arguments.metrics.with_name("loss.png")
-    draw(train, validation, arguments.unigram_entropy).savefig(output, dpi=150)
+    if output.is_dir():  # savefig would write beside it
+        parser.exit(2, f"plot_loss: --output {output} is a folder; give the image to write\n")
+    try:
+        draw(train, validation, arguments.unigram_entropy).savefig(output, dpi=150)
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"plot_loss: --output {output}: {error}\n")
     print(f"wrote {output}")
 
 

@@ -1,6 +1,8 @@
 """Draw which heads each rank attends with in each chunk, and when keys and values travel.
 
-python tools/plot_schedule.py --heads 32 --kv-heads 8 --ranks 8 --heads-per-chunk 8 --output a.png
+    python tools/plot_schedule.py --heads 32 --kv-heads 8 --ranks 8 --heads-per-chunk 8
+
+A row is a rank, a column a chunk, and a color a key-value head.
 """
 
 import argparse
@@ -12,8 +14,12 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 
-from megatron_untied.context_parallel.head_schedule import HeadSchedule, Turn, head_schedule
-from megatron_untied.training.flags import count
+from megatron_untied.cli.flag_values import count
+from megatron_untied.context_parallel.head_schedule import (
+    ChunkAssignment,
+    HeadSchedule,
+    head_schedule,
+)
 
 
 def span(heads: range) -> str:
@@ -21,13 +27,13 @@ def span(heads: range) -> str:
     return f"{heads[0]}" if len(heads) == 1 else f"{heads[0]}-{heads[-1]}"
 
 
-def words(turn: Turn) -> str:
+def words(assignment: ChunkAssignment) -> str:
     """What one rank does in one chunk."""
-    lines = [f"q {span(turn.query)}" if turn.query else "waits"]
-    if turn.load:
-        lines.append(f"k, v {span(turn.load)} arrive")
-    if turn.done:
-        lines.append(f"dk, dv {span(turn.done)} leave")
+    lines = [f"q {span(assignment.query_heads)}" if assignment.query_heads else "waits"]
+    if assignment.kv_to_load:
+        lines.append(f"k, v {span(assignment.kv_to_load)} arrive")
+    if assignment.kv_finished:
+        lines.append(f"dk, dv {span(assignment.kv_finished)} leave")
     return "\n".join(lines)
 
 
@@ -37,12 +43,17 @@ def draw(schedule: HeadSchedule):
     size = 1.5 + 1.7 * num_chunks, 0.8 + 0.62 * num_ranks
     figure, axes = pyplot.subplots(figsize=size, layout="constrained")
     colors = pyplot.get_cmap("Pastel1")
-    for chunk, turns in enumerate(schedule.chunks):
-        for rank, turn in enumerate(turns):
-            color = colors(turn.kv[0] % 9) if turn.query else "white"
+    for chunk, assignments in enumerate(schedule.chunks):
+        for rank, assignment in enumerate(assignments):
+            color = colors(assignment.kv_heads[0] % 9) if assignment.query_heads else "white"
             axes.add_patch(pyplot.Rectangle((chunk, rank), 1, 1, facecolor=color, edgecolor="gray"))
             axes.text(
-                chunk + 0.5, rank + 0.5, words(turn), ha="center", va="center", fontsize="small"
+                chunk + 0.5,
+                rank + 0.5,
+                words(assignment),
+                ha="center",
+                va="center",
+                fontsize="small",
             )
     axes.set(xlim=(0, num_chunks), ylim=(num_ranks, 0), xlabel="chunk", ylabel="rank")
     axes.set_xticks([chunk + 0.5 for chunk in range(num_chunks)], range(num_chunks))
@@ -52,7 +63,9 @@ def draw(schedule: HeadSchedule):
 
 def main(argv: list[str] | None = None) -> None:
     """Schedule, draw, save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--heads", type=count, required=True, help="query heads")
     parser.add_argument("--kv-heads", type=count, required=True, help="key-value heads")
     parser.add_argument("--ranks", type=count, required=True, help="that trade sequence for heads")

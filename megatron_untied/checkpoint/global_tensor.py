@@ -1,10 +1,12 @@
 """Tensors as PyTorch's distributed checkpoint (DCP) reads and writes them: by global rectangles."""
 
 import math
+import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -12,17 +14,26 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from megatron_untied.checkpoint.sequential_writer import SequentialWriter
-from megatron_untied.sharding.boxes import Box
 from megatron_untied.sharding.parameter_layout import Piece
+from megatron_untied.sharding.tensor_slice import Box
 
 BLOCK_ELEMENTS = 1 << 24
 """Largest rectangle in a file, 64 MiB in fp32: who needs a part of one reads all of it."""
@@ -94,13 +105,19 @@ def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
         dcp.save(dict(tensors), storage_writer=SequentialWriter(folder), planner=_SavePlanner())
 
 
-def read_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
+def read_tensors(
+    folder: Path,
+    tensors: Mapping[str, GlobalTensor],
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
     """Fill every rank's pieces in place, from any sharding and dtype; collective over all ranks.
+
+    ``advance`` is told how many bytes of a piece have been filled, one part after the other.
 
     Raises:
         CheckpointException: on every rank, if any of them could not read.
     """
-    TensorReader(folder).read(tensors)
+    TensorReader(folder).read(tensors, advance)
 
 
 class TensorReader:
@@ -113,10 +130,14 @@ class TensorReader:
         """Of a tensor in the files."""
         return self._reader.read_metadata().state_dict_metadata[name].properties.dtype
 
-    def read(self, tensors: Mapping[str, GlobalTensor]) -> None:
+    def read(
+        self,
+        tensors: Mapping[str, GlobalTensor],
+        advance: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
         """See :func:`read_tensors`."""
         with _with_or_without_ranks():
-            dcp.load(dict(tensors), storage_reader=self._reader, planner=_LoadPlanner())
+            dcp.load(dict(tensors), storage_reader=self._reader, planner=_LoadPlanner(advance))
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -128,8 +149,9 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self):
+    def __init__(self, advance: Callable[[int], None]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._advance = advance
 
     def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
         # The inherited method replaces objects that are not tensors by None.
@@ -138,6 +160,9 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].pieces[index.offset]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._advance(tensor.nbytes)
 
 
 class _IndexedReader(dcp.FileSystemReader):
@@ -164,3 +189,35 @@ def _with_or_without_ranks() -> Iterator[None]:
         except CheckpointException as error:
             ((failure, _),) = error.failures.values()
             raise failure from error
+
+
+class SequentialWriter(dcp.FileSystemWriter):
+    """Asks the planner for a tensor, writes it and lets it go before it asks for the next.
+
+    The writer it inherits from (torch 2.13) keeps the host copy of every tensor until its file is
+    complete: a second copy of the weights and moments of a rank, or of a whole model that is
+    converted. The files are the same.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items, in their order, to one file."""
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        with open(Path(self.path) / name, "wb") as file:
+            results = [_write(item, planner.resolve_data(item), file, name) for item in plan.items]
+            file.flush()
+            os.fsync(file.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+
+def _write(item: WriteItem, tensor: Tensor, file: BinaryIO, name: str) -> WriteResult:
+    start = file.tell()
+    tensor = tensor.detach().cpu()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()  # torch.save writes the whole storage
+    torch.save(tensor, file)
+    length = file.tell() - start
+    return WriteResult(
+        index=item.index, size_in_bytes=length, storage_data=_StorageInfo(name, start, length)
+    )

@@ -1,19 +1,29 @@
-"""Who owns which tokens and heads, and the attention over them.
+"""Context parallelism: who owns which tokens and heads, and attention over all of them.
 
-Shapes use one legend throughout the package:
+One legend for the whole project:
 
-======  ==========================================  ======  ==================================
+======  ==========================================  ======  ====================================
 ``s``   tokens in the whole sequence                ``h``   query heads on this TP rank
-``p``   ranks that trade sequence for heads         ``g``   key-value heads on this TP rank
-``n``   tokens on one rank, s/p                     ``d``   head width
-``b``   micro-batch                                 ``u``   query heads in one chunk, all ranks
-======  ==========================================  ======  ==================================
+``p``   context-parallel ranks, a * r               ``g``   key-value heads on this TP rank
+``a``   Ulysses ranks: they trade tokens for heads  ``d``   head width
+``r``   ring ranks: they pass keys and values on    ``u``   query heads per chunk, on all a ranks
+``n``   tokens per rank, s/p                        ``m``   hidden size
+``b``   micro-batch                                 ``t``   tensor-parallel ranks
+======  ==========================================  ======  ====================================
 
-A tensor's way through a layer: the module in :mod:`.self_attention` projects q, k, v of its own
-tokens; :mod:`.untied` sends a few heads at a time through :mod:`.all_to_all` so that each rank
-sees the whole sequence of its own heads, calls a kernel of :mod:`.kernels`, and sends the result
-back. With a ring, what a rank sees are two blocks of the sequence, and :mod:`.ring` brings the
-keys and values of the others; ``s`` after an exchange is then the tokens of the two blocks.
-:mod:`.head_schedule` says which heads travel when, in integers; :mod:`.workspace` holds the
-buffers, which every chunk, layer and step uses again.
+A tensor is *sequence-sharded* when a rank holds its own tokens of all heads, [n, b, h, d], and
+*head-sharded* when the Ulysses ranks have exchanged it and a rank holds the tokens of all of them
+for its own heads, [s/r, b, u/a, d]. Without a ring s/r is the whole sequence.
+
+Read :mod:`.ulysses` first: it is the method, a loop over chunks of heads that loads a chunk
+(project, rotate, exchange), attends, and sends the result home. What it is made of:
+
+- :mod:`.head_schedule`: which heads travel when, in integers;
+- :mod:`.buffer_plan`: which memory that takes, in integers, and the workspace that holds it;
+- :mod:`.exchange`: the all-to-all, and tensors that lie chunk by chunk so that it copies nothing;
+- :mod:`.kernels`: one contract for all attention kernels;
+- :mod:`.ring`: attention where r ranks hold the tokens of one head;
+- :mod:`.kv_gradients`: dK and dV, summed over the chunks that use a head;
+- :mod:`.sequence`: which tokens a rank owns, and which documents they belong to;
+- :mod:`.self_attention`: the module for megatron-core's ``self_attention`` slot.
 """

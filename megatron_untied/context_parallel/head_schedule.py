@@ -1,13 +1,13 @@
 """Which heads travel in which chunk: integers only.
 
-Query heads in their natural order are cut into one contiguous run a rank, as even as can be; chunk
-j is the j-th slice of every run. Since the runs are contiguous, weights need no permutation, and
-one checkpoint is the same model at every number of ranks and every chunk size. A rank loads the
+Query heads in their natural order are split into one contiguous run per rank, as even as can be;
+chunk j is the j-th slice of every run. Since the runs are contiguous, weights need no permutation,
+and one checkpoint is the same model at every number of ranks and every chunk size. A rank loads the
 key-value heads that its slice needs and keeps one that its next slice uses again.
 
-For 32 query and 8 key-value heads over 8 ranks, one head a rank: run r is heads 4r..4r+3, all of
-key-value head r; chunk 0 brings k and v, chunks 1-3 bring only q. In general slices straddle
-key-value heads and ranks load and finish them in different chunks.
+For 32 query and 8 key-value heads over 8 ranks, one head per rank at a time: run r is heads
+4r..4r+3, all of key-value head r; chunk 0 brings k and v, chunks 1-3 bring only q. In general
+slices straddle key-value heads, and ranks load and finish them in different chunks.
 """
 
 from dataclasses import dataclass
@@ -15,49 +15,54 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """One kernel call: query heads and the key-value heads they share evenly."""
+class KernelCall:
+    """Query heads of one chunk on one rank, and the key-value heads that they share evenly."""
 
     query_columns: slice
-    """Columns of the chunk's [s, b, query heads of this rank, d]."""
-    kv: range
+    """Columns of the chunk's [s/r, b, query heads of this rank, d]."""
+    kv_heads: range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """What one rank attends to in one chunk. All fields but ``query`` number key-value heads."""
+class ChunkAssignment:
+    """The heads that one rank attends to in one chunk."""
 
-    query: range
-    kv: range
-    load: range
-    """Of ``kv``, those that the turn before did not use: they travel."""
-    done: range
-    """Of ``kv``, those that the turn after does not use: their gradient is complete."""
-    pieces: tuple[Piece, ...]
-    buffer: int
-    """Which of the alternating k, v buffers ``load`` is received into."""
+    query_heads: range
+    kv_heads: range
+    kv_to_load: range
+    """Of ``kv_heads``, those that the chunk before did not use: they travel."""
+    kv_finished: range
+    """Of ``kv_heads``, those that the chunk after does not use: their gradient is complete."""
+    kernel_calls: tuple[KernelCall, ...]
+    kv_buffer: int
+    """Which of the k, v buffers ``kv_to_load`` is received into; -1 if it is empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadSchedule:
-    """``chunks[j][r]`` is the turn of rank r in chunk j."""
+    """``chunks[j][r]`` are the heads of rank r in chunk j."""
 
     num_heads: int
     num_kv_heads: int
     overlap: bool
     """Whether a chunk is loaded while the one before it is in use."""
-    chunks: tuple[tuple[Turn, ...], ...]
+    chunks: tuple[tuple[ChunkAssignment, ...], ...]
 
     @property
     def shares_kv_heads(self) -> bool:
         """Whether several ranks use one key-value head, so that its gradients meet at home."""
-        uses = [head for run in zip(*self.chunks, strict=True) for head in _union(run)]
+        by_rank = zip(*self.chunks, strict=True)
+        uses = [head for run in by_rank for head in {head for a in run for head in a.kv_heads}]
         return len(uses) > len(set(uses))
 
     def kv_heads_in_many_chunks(self, rank: int) -> bool:
         """Whether ``rank`` uses a key-value head in more than one chunk."""
-        turns = [chunk[rank] for chunk in self.chunks]
-        return sum(len(turn.kv) for turn in turns) > sum(len(turn.load) for turn in turns)
+        run = self.of_rank(rank)
+        return sum(len(each.kv_heads) for each in run) > sum(len(each.kv_to_load) for each in run)
+
+    def of_rank(self, rank: int) -> list[ChunkAssignment]:
+        """The heads of one rank, chunk by chunk."""
+        return [chunk[rank] for chunk in self.chunks]
 
 
 def legal_heads_per_chunk(num_heads: int, num_ranks: int) -> list[int]:
@@ -99,7 +104,7 @@ def head_schedule(
         )
     per_rank = heads_per_chunk // num_ranks
     runs = [
-        _turns(
+        _assignments(
             range(r * num_heads // num_ranks, (r + 1) * num_heads // num_ranks),
             per_rank,
             num_heads // num_kv_heads,
@@ -116,56 +121,50 @@ def head_schedule(
     )
 
 
-def _turns(
+def _assignments(
     run: range, per_rank: int, ratio: int, num_chunks: int, overlap: bool
-) -> tuple[Turn, ...]:
-    """One rank's turns over its ``run`` of query heads; ``ratio`` query heads share a kv head."""
+) -> tuple[ChunkAssignment, ...]:
+    """One rank's chunks of its ``run`` of query heads; ``ratio`` of them share a kv head."""
     slices = [run[j * per_rank : (j + 1) * per_rank] for j in range(num_chunks)]
     kv = [range(q[0] // ratio, q[-1] // ratio + 1) if q else range(0) for q in slices]
-    # A slice starts where the one before ended, so they share at most one key-value head.
-    load = [now[1:] if before and now and now[0] in before else now for before, now in _pairs(kv)]
-    turns: list[Turn] = []
-    for j, query in enumerate(slices):
+    assignments: list[ChunkAssignment] = []
+    for j, query_heads in enumerate(slices):
+        before, now = kv[j - 1] if j else range(0), kv[j]
         after = kv[j + 1] if j + 1 < num_chunks else range(0)
-        done = kv[j][:-1] if kv[j] and after and kv[j][-1] in after else kv[j]
-        turns.append(
-            Turn(
-                query=query,
-                kv=kv[j],
-                load=load[j],
-                done=done,
-                pieces=_pieces(query, kv[j], load[j], ratio),
-                buffer=_free_buffer(turns, kv[j], overlap) if load[j] else -1,
+        # A slice starts where the one before ended, so they share at most one key-value head.
+        to_load = now[1:] if now and now[0] in before else now
+        assignments.append(
+            ChunkAssignment(
+                query_heads=query_heads,
+                kv_heads=now,
+                kv_to_load=to_load,
+                kv_finished=now[:-1] if now and now[-1] in after else now,
+                kernel_calls=_kernel_calls(query_heads, now, to_load, ratio),
+                kv_buffer=_free_buffer(assignments, now, overlap) if to_load else -1,
             )
         )
-    return tuple(turns)
+    return tuple(assignments)
 
 
-def _pairs(kv: list[range]) -> list[tuple[range, range]]:
-    return list(zip([range(0), *kv], kv, strict=False))
+def _kernel_calls(query: range, kv: range, loaded: range, ratio: int) -> tuple[KernelCall, ...]:
+    """One call for the heads loaded now, where they share queries evenly; else one per kv head."""
 
-
-def _pieces(query: range, kv: range, load: range, ratio: int) -> tuple[Piece, ...]:
-    """Kernel calls of a turn: the loaded heads together where they share evenly, else singly."""
-
-    def piece(heads: range) -> Piece:
+    def call(heads: range) -> KernelCall:
         first = max(heads[0] * ratio, query.start) - query.start
         last = min((heads[-1] + 1) * ratio, query.stop) - query.start
-        return Piece(query_columns=slice(first, last), kv=heads)
+        return KernelCall(query_columns=slice(first, last), kv_heads=heads)
 
-    single = [piece(range(head, head + 1)) for head in kv]
-    widths = {p.query_columns.stop - p.query_columns.start for p in single if p.kv[0] in load}
-    if len(load) > 1 and len(widths) == 1:
-        return tuple([*single[: len(kv) - len(load)], piece(load)])
+    single = [call(range(head, head + 1)) for head in kv]
+    widths = {
+        c.query_columns.stop - c.query_columns.start for c in single if c.kv_heads[0] in loaded
+    }
+    if len(loaded) > 1 and len(widths) == 1:
+        return tuple([*single[: len(kv) - len(loaded)], call(loaded)])
     return tuple(single)
 
 
-def _free_buffer(turns: list[Turn], kv: range, overlap: bool) -> int:
-    """The first k, v buffer that holds no head still needed when this turn's load arrives."""
-    needed = set(kv) | (set(turns[-1].kv) if overlap and turns else set())
-    busy = {turn.buffer for turn in turns if needed & set(turn.load)}
+def _free_buffer(before: list[ChunkAssignment], kv: range, overlap: bool) -> int:
+    """The first k, v buffer without a head that is still needed when this chunk arrives."""
+    needed = set(kv) | (set(before[-1].kv_heads) if overlap and before else set())
+    busy = {each.kv_buffer for each in before if needed & set(each.kv_to_load)}
     return next(i for i in range(3) if i not in busy)
-
-
-def _union(turns: tuple[Turn, ...]) -> set[int]:
-    return {head for turn in turns for head in turn.kv}

@@ -1,7 +1,7 @@
 """Attention over a sequence that a ring of ranks shares.
 
-A rank holds two blocks of the sequence, an early and a late one (:mod:`.layout`), of the heads in
-use. In step t it borrows keys and values from the rank t places before it in the ring:
+A rank holds two blocks of the sequence, an early and a late one (:mod:`.sequence`), of the heads
+in use. In step t it borrows keys and values from the rank t places before it in the ring:
 
 * step 0, its own: causal over [early; late] in one call, as all of early comes before all of late;
 * of a rank earlier in the sequence: all its queries see that rank's early block whole, none sees
@@ -17,24 +17,32 @@ travels whole, while a rank later in the sequence needs half of it: 3/4 of the b
 that are summed on their way travel in fp32 and one hop more; sent straight home they are in the
 dtype the kernel made them in, and summed in fp32 there: less than 3/8 of the bytes.
 
-Buffers besides those of :mod:`.untied`, in bf16 chunks of q and of k: 2 q for the fp32 sum of out
+Buffers besides those of :mod:`.ulysses`, in bf16 chunks of q and of k: 2 q for the fp32 sum of out
 or of dq; 2 k in a ring of 2, 4 k in one of 3, 6 k in a longer one for what is borrowed; and in
 backward, from a ring of 3 on, 2 k for the dk and dv on their way. The sums of dk and dv, those of
-:mod:`.key_value_gradients`, are always fp32.
+:mod:`.kv_gradients`, are always fp32.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_untied.context_parallel.all_to_all import ExchangeCounter
-from megatron_untied.context_parallel.kernels import AttentionKernel, Mask, Segments
-from megatron_untied.context_parallel.key_value_gradients import GradientTarget
-from megatron_untied.context_parallel.layout import ring_blocks
-from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.context_parallel.buffer_plan import Buffer, RingBuffers, Workspace
+from megatron_untied.context_parallel.exchange import ExchangeCounter
+from megatron_untied.context_parallel.kernels import (
+    Attended,
+    AttentionKernel,
+    Mask,
+    Qkv,
+    QkvGrads,
+)
+from megatron_untied.context_parallel.kv_gradients import KvAccumulator
+from megatron_untied.context_parallel.sequence import ring_blocks
+from megatron_untied.context_parallel.ulysses import Attention
 from megatron_untied.step_progress import StepProgress
 
 
@@ -90,10 +98,10 @@ class Ring:
     ) -> list[dist.Work]:
         """Send to rank ``to`` and receive from rank ``source``; collective over the group.
 
-        What is returned must be waited for before ``receive`` is read or ``send`` written.
+        ``receive`` may be read and ``send`` written once the returned works were waited for.
         """
         self.counter.calls += 1
-        self.counter.sent_bytes += sum(x.numel() * x.element_size() for x in send)
+        self.counter.sent_bytes += sum(x.nbytes for x in send)
         operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x in send]
         operations += [
             dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for x in receive
@@ -101,121 +109,105 @@ class Ring:
         return dist.batch_isend_irecv(operations)
 
 
-class RingAttention:
-    """See :class:`.untied.Attend`; k and v are this rank's blocks. Collective over the ring."""
-
-    sums_gradients = True
+class RingAttention(Attention):
+    """Attention where each rank holds its own blocks of q, k, v. Collective over the ring."""
 
     def __init__(
         self,
         kernel: AttentionKernel,
+        mask: Mask,
         ring: Ring,
         workspace: Workspace,
-        *,
-        documents: tuple[Segments, ...] | None,
-        scale: float,
         progress: StepProgress | None = None,
     ):
-        """``documents`` of each sample, over the whole sequence; None is one for each.
+        """``mask`` is that of the whole sequence, causal and without a window.
 
-        ``progress`` is told of every step of the ring; None is nobody.
+        ``progress`` is given every step of the ring.
         """
-        self.kernel, self.ring, self.workspace = kernel, ring, workspace
-        self.documents, self.scale = documents, scale
+        self.kernel, self.mask, self.ring, self.workspace = kernel, mask, ring, workspace
+        self.num_ring = ring.size
         self.progress = progress or StepProgress()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Tensor:
-        """See :class:`.untied.Attend`."""
-        (s, b, h, _), total = q.shape, self._zeros_like(out)
+    @override
+    def forward(self, x: Qkv, *, out: Tensor) -> Tensor:
+        buffers, (s, b, h, _) = self._buffers(x), out.shape
+        total = self._take(buffers.total, out).zero_()  # fp32 [s/r, b, h, d]
         total_lse = total.new_full((b, h, s), -torch.inf)
-        for step, its_k, its_v in self._borrowed(k, v):
-            rows, mask = step.queries, self._mask(step, s // 2)
+        for step, k, v in self._borrowed(x, buffers):
+            rows = step.queries
             lse = self.kernel.forward(
-                q[rows], its_k, its_v, out=out[rows], mask=mask, scale=self.scale
+                Qkv(x.q[rows], k, v), out=out[rows], mask=self._mask(step, s // 2)
             )
             self.progress.called()
             merge(total[rows], total_lse[..., rows], out[rows], lse)
         out.copy_(total)
         return total_lse
 
+    @override
     def backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        dq: Tensor,
-        target: GradientTarget,
+        self, d_out: Tensor, x: Qkv, y: Attended, *, dq: Tensor, dkv: KvAccumulator
     ) -> None:
-        """See :class:`.untied.Attend`."""
-        total, returning = self._zeros_like(dq), _Returning()
-        for step, its_k, its_v in self._borrowed(k, v):
-            # What the step before made is still being sent, except step 0's.
-            free = target.buffers(max(step.index - 1, 0) % 2)
-            dk, dv = (x[: len(its_k)] for x in free)
-            rows, mask = step.queries, self._mask(step, len(q) // 2)
-            reads = d_out[rows], q[rows], its_k, its_v, out[rows], lse[..., rows]
-            writes = {"dq": dq[rows], "dk": dk, "dv": dv}
-            self.kernel.backward(*reads, **writes, mask=mask, scale=self.scale)
+        buffers, returning = self._buffers(x), _Returning()
+        total = self._take(buffers.total, dq).zero_()  # fp32 [s/r, b, h, d]
+        for step, k, v in self._borrowed(x, buffers):
+            # The step before still sends what it wrote to the other pair, except for step 0.
+            dk, dv = (each[: len(k)] for each in dkv.scratch(max(step.index - 1, 0) % 2))
+            rows = step.queries
+            self.kernel.backward(
+                d_out[rows],
+                Qkv(x.q[rows], k, v),
+                Attended(y.out[rows], y.lse[..., rows]),
+                into=QkvGrads(dq[rows], dk, dv),
+                mask=self._mask(step, len(x.q) // 2),
+            )
             self.progress.called()
             total[rows].add_(dq[rows])
-            returning.finish(target)
+            returning.finish(dkv)
             if step.index == 0:
-                target.add(dk, dv)
+                dkv.add(dk, dv)
             else:
-                returning = self._give_back(step, dk, dv, like=k)
-        returning.finish(target)
+                # What comes back arrives where the keys and values of this step were, which
+                # nothing reads any more.
+                arriving = [each[step.lent] for each in self._room(buffers, step, x.k)]
+                works = self.ring.trade([dk, dv], step.owner, arriving, step.reader)
+                returning = _Returning(works, arriving, step.lent)
+        returning.finish(dkv)
         dq.copy_(total)
 
-    def _borrowed(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
+    def _borrowed(self, x: Qkv, buffers: RingBuffers) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
         """Each step with the keys and values that it sees; those of the next are on their way."""
-        steps = ring_steps(self.ring.rank, self.ring.size, len(k) // 2)
-        own = [self._contiguous("own_k", k), self._contiguous("own_v", v)]
+        steps = ring_steps(self.ring.rank, self.ring.size, len(x.k) // 2)
+        own = [
+            each if each.is_contiguous() else self._take(buffer, each).copy_(each)
+            for each, buffer in zip((x.k, x.v), buffers.own, strict=True)
+        ]
         arriving, works = own, []
         for step, following in zip(steps, [*steps[1:], None], strict=True):
             _wait(works)
             present = arriving
             if following is not None:
-                lent = [x[following.lent] for x in own]
-                arriving = [x[following.keys] for x in self._places(following, k)]
+                lent = [each[following.lent] for each in own]
+                arriving = [each[following.keys] for each in self._room(buffers, following, x.k)]
                 works = self.ring.trade(lent, following.reader, arriving, following.owner)
             yield step, *present
 
-    def _give_back(self, step: RingStep, dk: Tensor, dv: Tensor, like: Tensor) -> "_Returning":
-        """Start sending gradients to their owner, and receiving those of what was lent.
+    def _buffers(self, x: Qkv) -> RingBuffers:
+        return RingBuffers.plan(x.q.shape, x.k.shape, x.q.dtype)
 
-        They arrive where the keys and values of this step were, which nothing reads any more.
-        """
-        arriving = [x[step.lent] for x in self._places(step, like)]
-        works = self.ring.trade([dk, dv], step.owner, arriving, step.reader)
-        return _Returning(works, arriving, step.lent)
+    def _room(self, buffers: RingBuffers, step: RingStep, like: Tensor) -> list[Tensor]:
+        """Where keys and values of a step arrive, and gradients after it: [s/r, b, heads, d]."""
+        return [self._take(each, like) for each in buffers.borrowed[step.index % 3]]
 
-    def _places(self, step: RingStep, like: Tensor) -> list[Tensor]:
-        """Where the keys and values of a step arrive.
-
-        While a step computes, the next one's arrive, and gradients where the last one's were.
-        """
-        names = (f"ring_{kind}{step.index % 3}" for kind in "kv")
-        return [self.workspace.take(name, *like.shape, like=like) for name in names]
-
-    def _contiguous(self, name: str, x: Tensor) -> Tensor:
-        if x.is_contiguous():
-            return x
-        return self.workspace.take(f"ring_{name}", *x.shape, like=x).copy_(x)
-
-    def _zeros_like(self, x: Tensor) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return self.workspace.take("ring_total", *x.shape, like=x, dtype=dtype).zero_()
+    def _take(self, buffer: Buffer, like: Tensor) -> Tensor:
+        return self.workspace.take(buffer, like.device).view(like.shape)
 
     def _mask(self, step: RingStep, block_size: int) -> Mask:
         """No mask but its documents, except among a rank's own tokens."""
         queries = self._tokens(self.ring.rank, step.queries, block_size)
         keys = self._tokens(step.owner, step.keys, block_size)
-        segments = self.documents and tuple(each.blocks(queries, keys) for each in self.documents)
-        return Mask(causal=step.index == 0, segments=segments)
+        documents = self.mask.segments
+        segments = documents and tuple(each.blocks(queries, keys) for each in documents)
+        return replace(self.mask, causal=step.index == 0, segments=segments)
 
     def _tokens(self, rank: int, rows: slice, block_size: int) -> tuple[range, ...]:
         """Positions in the sequence of some rows of a rank's [early; late]."""
@@ -241,11 +233,11 @@ class _Returning:
     arriving: list[Tensor] = field(default_factory=list)
     rows: slice | None = None
 
-    def finish(self, target: GradientTarget) -> None:
+    def finish(self, dkv: KvAccumulator) -> None:
         """Add them, once they are here."""
         _wait(self.works)
         if self.arriving:
-            target.add(*self.arriving, rows=self.rows)
+            dkv.add(*self.arriving, rows=self.rows)
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

@@ -1,5 +1,6 @@
 """The megatron-core module for the ``self_attention`` slot of the standard transformer layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,33 +11,39 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_untied.context_parallel.all_to_all import blocks
-from megatron_untied.context_parallel.attend import LocalAttention
-from megatron_untied.context_parallel.head_major import (
-    DeviceHeadMajor,
-    HeadMajorShape,
-)
+from megatron_untied.context_parallel.buffer_plan import Sizes, Workspace, head_major_slots
+from megatron_untied.context_parallel.exchange import DeviceHeadMajor, HeadMajorLayout, blocks
 from megatron_untied.context_parallel.head_schedule import head_schedule
-from megatron_untied.context_parallel.kernels import AttentionKernel, Mask
-from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.context_parallel.kernels import AttentionKernel, Mask, Qkv, QkvGrads
 from megatron_untied.context_parallel.ring import Ring, RingAttention
-from megatron_untied.context_parallel.sequence import SequenceInfo
-from megatron_untied.context_parallel.untied import Attend, UntiedUlysses
-from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout
+from megatron_untied.context_parallel.ulysses import (
+    Attention,
+    LocalAttention,
+    LogSumExps,
+    Projections,
+    SavedAttention,
+    UntiedUlysses,
+)
+from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.rope import RotaryTable, rotate_
 from megatron_untied.step_progress import StepProgress
 
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines of the positions of this rank's tokens: fp32 [n, b or 1, 1, rot/2] each."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionParts:
-    """What all attention modules of one model share; the layer spec hands it to each."""
+class AttentionContext:
+    """What all attention modules of one model share; the layer spec gives it to each."""
 
     layout: SequenceLayout
     ulysses: dist.ProcessGroup | None
-    """Ranks that trade their part of the sequence for heads; None is this one alone."""
+    """The a ranks that trade tokens for heads; None is this one alone."""
     ring: Ring | None
-    """Ranks that hold other blocks of the same heads; None is this one alone."""
+    """The r ranks that hold other tokens of the same heads; None is this one alone."""
     heads_per_chunk: int | Literal["all"]
     overlap: bool
     kernel: AttentionKernel
@@ -46,7 +53,7 @@ class AttentionParts:
     """None where each sequence brings what it is rotated by."""
     workspace: Workspace
     progress: StepProgress = field(default_factory=StepProgress)
-    """Is told how far attention is."""
+    """Where the step is; passed by the training loop."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.ring is not None:
@@ -55,14 +62,15 @@ class AttentionParts:
                 "passes it on in blocks; give --cp-comm-type a2a, or no --window-size."
             )
 
-    def cos_sin(self, sequence: SequenceInfo, like: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Rows of the rotary table for this rank's n tokens, on the device of ``like``."""
+    def cos_sin(self, sequence: SequenceInfo, device: torch.device, n: int) -> Rotary:
+        """Rows of the rotary table for this rank's n tokens."""
         if sequence.cos_sin is not None:
             return sequence.cos_sin
-        positions = sequence.positions
-        if positions is None:
-            positions = self.layout.positions(n, like.device)
-        return self.rotary.at(positions)
+        with allocating(MemoryCategory.INPUTS):
+            positions = sequence.positions
+            if positions is None:
+                positions = self.layout.positions(n, device)
+            return self.rotary.at(positions)
 
 
 class UntiedUlyssesSelfAttention(SelfAttention):
@@ -82,7 +90,7 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         *,
-        parts: AttentionParts,
+        context: AttentionContext,
         **later_arguments: object,
     ):
         """``later_arguments`` are those that megatron-core after 0.16 also gives."""
@@ -95,21 +103,21 @@ class UntiedUlyssesSelfAttention(SelfAttention):
             pg_collection,
             **later_arguments,
         )
-        self.parts = parts
-        num_ulysses = parts.ulysses.size() if parts.ulysses else 1
+        self.context = context
+        num_ulysses = context.ulysses.size() if context.ulysses else 1
         schedule = head_schedule(
             self.num_attention_heads_per_partition,
             self.num_query_groups_per_partition,
             num_ulysses,
-            parts.heads_per_chunk,
-            overlap=parts.overlap and num_ulysses > 1,
+            context.heads_per_chunk,
+            overlap=context.overlap and num_ulysses > 1,
         )
         self.ulysses = UntiedUlysses(
             schedule,
             self.hidden_size_per_attention_head,
-            parts.ulysses,
-            parts.workspace,
-            parts.progress.of_layer(layer_number - 1, config.num_layers, len(schedule.chunks)),
+            context.ulysses,
+            context.workspace,
+            context.progress.of_layer(layer_number - 1, config.num_layers, len(schedule.chunks)),
         )
 
     def forward(
@@ -126,26 +134,20 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         and an s x s tensor exists nowhere.
         """
         sequence = SequenceInfo.from_slot(packed_seq_params)
-        q, k, v = self.get_query_key_value_tensors(hidden_states)  # [n, b, heads, d] each
-        cos, sin = self.parts.cos_sin(sequence, q, len(q))
-        attend = self.attention_over(sequence)
-        out = _UntiedAttention.apply(q, k, v, cos, sin, self.ulysses, attend)
+        x = Qkv(*self.get_query_key_value_tensors(hidden_states))  # [n, b, heads, d] each
+        rotary = self.context.cos_sin(sequence, x.q.device, len(x.q))
+        attention = self.attention_over(sequence)
+        out = _UntiedAttention.apply(*x, rotary, self.ulysses, attention)
         return self.linear_proj(out.flatten(2))
 
-    def attention_over(self, sequence: SequenceInfo) -> Attend:
+    def attention_over(self, sequence: SequenceInfo) -> Attention:
         """Attention of this rank's heads over the whole sequence."""
-        parts, documents = self.parts, sequence.documents
-        scale = self.hidden_size_per_attention_head**-0.5
-        if parts.ring is None:
-            mask = Mask(window=parts.window, segments=documents)
-            return LocalAttention(parts.kernel, mask, scale)
+        context = self.context
+        mask = Mask(window=context.window, segments=sequence.documents)
+        if context.ring is None:
+            return LocalAttention(context.kernel, mask)
         return RingAttention(
-            parts.kernel,
-            parts.ring,
-            parts.workspace,
-            documents=documents,
-            scale=scale,
-            progress=parts.progress,
+            context.kernel, mask, context.ring, context.workspace, context.progress
         )
 
 
@@ -153,81 +155,82 @@ class _UntiedAttention(torch.autograd.Function):
     """q, k, v [n, b, heads, d], not yet rotated -> attention output [n, b, h, d]."""
 
     @staticmethod
-    def forward(ctx, q, k, v, cos, sin, ulysses: UntiedUlysses, attend: Attend) -> Tensor:
-        out, ctx.lse = attention_forward(q, k, v, cos, sin, ulysses, attend)
+    def forward(ctx, q, k, v, rotary: Rotary, ulysses: UntiedUlysses, attention: Attention):
+        out, ctx.lse = attention_forward(Qkv(q, k, v), rotary, ulysses, attention)
         ctx.save_for_backward(q, k, v, out)
-        ctx.rotary, ctx.ulysses, ctx.attend = (cos, sin), ulysses, attend
+        ctx.rotary, ctx.ulysses, ctx.attention = rotary, ulysses, attention
         return out
 
     @staticmethod
     def backward(ctx, d_out: Tensor):
-        dq, dk, dv = attention_backward(
-            d_out, *ctx.saved_tensors, ctx.lse, *ctx.rotary, ctx.ulysses, ctx.attend
-        )
-        return dq, dk, dv, None, None, None, None
+        *qkv, out = ctx.saved_tensors
+        y = out, ctx.lse
+        grads = attention_backward(d_out, Qkv(*qkv), y, ctx.rotary, ctx.ulysses, ctx.attention)
+        return *grads, None, None, None
 
 
 def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    ulysses: UntiedUlysses,
-    attend: Attend,
-) -> tuple[Tensor, list[list[Tensor]]]:
-    """Attention output [n, b, h, d] of this rank's tokens, and log-sum-exps. Collective."""
-    slots = _head_major("out", q, ulysses)
-    lse = ulysses.forward(FinishedProjections(q, k, v, cos, sin), slots, attend)
-    return slots.rows([slice(0, len(q))]), lse
+    x: Qkv, rotary: Rotary, ulysses: UntiedUlysses, attention: Attention
+) -> tuple[Tensor, LogSumExps]:
+    """Attention output [n, b, h, d] of this rank's tokens, and log-sum-exps. Collective.
+
+    ``x`` is sequence-sharded, [n, b, heads, d], and not yet rotated.
+    """
+    source = FinishedProjections(x, rotary)
+    slots = _head_major("out", ulysses.sizes(source, attention), ulysses.workspace, x.q.device)
+    with ulysses.progress.phase(Phase.ATTENTION_FORWARD):
+        lse = ulysses.forward(source, slots, attention)
+    return slots.rows([slice(0, len(x.q))]), lse
 
 
 def attention_backward(
     d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: list[list[Tensor]],
-    cos: Tensor,
-    sin: Tensor,
+    x: Qkv,
+    y: tuple[Tensor, LogSumExps],
+    rotary: Rotary,
     ulysses: UntiedUlysses,
-    attend: Attend,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, each of its own shape. Collective."""
-    slots, grad = _head_major("out", q, ulysses), _head_major("grad", q, ulysses)
-    everything = slice(0, len(q))
+    attention: Attention,
+) -> QkvGrads:
+    """Gradients of q, k, v, each of its own shape, from that of the output. Collective.
+
+    ``y`` is what :func:`attention_forward` returned.
+    """
+    source, (out, lse), everything = FinishedProjections(x, rotary), y, slice(0, len(x.q))
+    sizes = ulysses.sizes(source, attention)
+    slots, grad = (
+        _head_major(name, sizes, ulysses.workspace, x.q.device) for name in ("out", "d_out")
+    )
     slots.write(everything, out)
     grad.write(everything, d_out)
-    source = FinishedProjections(q, k, v, cos, sin)
-    dk, dv = ulysses.backward(source, slots, lse, grad, attend)
+    with ulysses.progress.phase(Phase.ATTENTION_BACKWARD):
+        dk, dv = ulysses.backward(source, SavedAttention(slots, lse), grad, attention)
     dq = grad.rows([everything])
-    dq, dk = (rotate_(x, cos, sin, adjoint=True) for x in (dq, dk))
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    dq, dk = (rotate_(each, *rotary, adjoint=True) for each in (dq, dk))
+    return QkvGrads(dq, dk.to(x.k.dtype), dv.to(x.v.dtype))
 
 
-class FinishedProjections:
+class FinishedProjections(Projections):
     """Projections that exist as whole tensors; rotated on their way into the send buffer."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor):
-        self.tensors = {"q": q, "k": k, "v": v}
-        self.rotary = cos, sin
-        self.n, self.b, self.like = q.shape[0], q.shape[1], q
+    def __init__(self, x: Qkv, rotary: Rotary):
+        """``x``: [n, b, heads, d] each, not yet rotated."""
+        self.x, self.rotary = x, rotary
+        (self.n, self.b, _, self.d), self.dtype, self.device = x.q.shape, x.q.dtype, x.q.device
 
-    def write(self, kind, heads, send) -> None:
-        """See :class:`.chunk_loader.Projections`."""
-        counts = [len(its) for its in heads]
-        views = blocks(send, counts, self.n, self.b, self.tensors[kind].shape[-1])
-        for its, view in zip(heads, views, strict=True):
-            x = self.tensors[kind][:, :, its.start : its.stop]
+    @override
+    def write(self, kind: Literal["q", "k", "v"], heads: Sequence[range], send: Tensor) -> None:
+        x = getattr(self.x, kind)
+        views = blocks(send, list(map(len, heads)), self.n, self.b, self.d)
+        for some, view in zip(heads, views, strict=True):
+            part = x[:, :, some.start : some.stop]  # [n, b, heads of one rank, d]
             if kind == "v":
-                view.copy_(x)
+                view.copy_(part)
             else:
-                rotate_(x, *self.rotary, out=view)
+                rotate_(part, *self.rotary, out=view)
 
 
-def _head_major(name: str, like: Tensor, ulysses: UntiedUlysses) -> DeviceHeadMajor:
-    n, b, _, d = like.shape
-    shape = HeadMajorShape(ulysses.schedule, n, b, d)
-    storage = ulysses.workspace.take(f"{name}_slots", shape.numel, like=like)
-    return DeviceHeadMajor(storage, shape)
+def _head_major(
+    name: str, sizes: Sizes, workspace: Workspace, device: torch.device
+) -> DeviceHeadMajor:
+    layout = HeadMajorLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
+    return DeviceHeadMajor(workspace.take(head_major_slots(name, sizes), device), layout)

@@ -1,21 +1,36 @@
 """Samples of training, validation and test, cut from packed documents by megatron-core."""
 
-from dataclasses import dataclass, field
-from pathlib import Path
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.tokenizers import MegatronTokenizerBase
-from torch import Tensor
+from megatron.core.utils import log_single_rank
 from torch.utils.data import Dataset
 
+from megatron_untied.checkpoint.collective_errors import gather_objects, on_every_rank
+from megatron_untied.config.data import DataConfig
 from megatron_untied.data.blend import SPLIT_NAMES, Blend, check_split, parse_blend
-from megatron_untied.data.config import DataConfig
-from megatron_untied.data.epochs import sample_indices
-from megatron_untied.data.indexed_files import IndexedFiles, open_indexed_files
+from megatron_untied.data.index_cache import in_turns
+from megatron_untied.data.indexed_files import (
+    IndexedFiles,
+    first_inside,
+    open_indexed_files,
+    require_token,
+)
+from megatron_untied.data.packed_documents import (
+    BlendedDocuments,
+    MockPackedDocuments,
+    PackedDocuments,
+    PackedDocumentsConfig,
+)
+from megatron_untied.data.provenance import check_provenance
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,26 +52,37 @@ def build_datasets(
 ) -> Datasets:
     """Training, validation and test samples: at least ``num_samples`` of each.
 
-    Collective: all ranks must call it, the first one writes the sample indices that the others
-    then read. Documents are shuffled by ``seed``, joined, cut into sequences of
+    Collective: all ranks must call it, the first one on each node writes the sample indices that
+    the others then read. Documents are shuffled by ``seed``, joined, cut into sequences of
     ``seq_length`` + 1 tokens overlapping by one, and the sequences shuffled; a split that is too
     short is read again in another order (:mod:`.epochs`). More samples begin with the same ones.
 
     Raises:
         FileNotFoundError: if token files are missing.
-        ValueError: if they are damaged, do not fit the tokenizer, or a split is too short.
-            Every rank raises, before any collective.
+        OSError: if indices cannot be written.
+        ValueError: if files are damaged, do not fit the tokenizer or differ between nodes, or a
+            split is too short. Every rank raises what one has found.
     """
     blend = parse_blend(data.data_path)
-    files = [open_indexed_files(p, vocab_size=tokenizer.vocab_size) for p in blend.prefixes]
-    config = _PackedDocumentsConfig(
+
+    def opened() -> list[IndexedFiles]:
+        files = [_open(prefix, data, tokenizer) for prefix in blend.prefixes]
+        check_provenance(files, tokenizer)
+        return files
+
+    files = on_every_rank(opened)
+    fingerprints = tuple(pair.fingerprint() for pair in files)
+    _require_same_documents(blend.prefixes, fingerprints)
+    config = PackedDocumentsConfig(
         random_seed=seed,
         sequence_length=seq_length,
         **_source(data, blend),
-        fingerprints=tuple(pair.fingerprint() for pair in files),
-        path_to_cache=data.data_cache_path,
+        fingerprints=fingerprints,
+        cache_folder=data.data_cache_path,
         tokenizer=tokenizer,
+        vocab_size=tokenizer.vocab_size,
         reset_position_ids=data.reset_position_ids,
+        document_boundaries=data.document_boundaries,
         reset_attention_mask=False,
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=False,
@@ -66,9 +92,9 @@ def build_datasets(
             config.split_matrix[index] = None
     for pair in files:
         _check_splits(pair, config, num_samples)
-    dataset_class = _MockPackedDocuments if data.mock_data else PackedDocuments
-    builder = BlendedMegatronDatasetBuilder(dataset_class, num_samples, lambda: True, config)
-    datasets = builder.build()
+    dataset_class = MockPackedDocuments if data.mock_data else PackedDocuments
+    builder = _Builder(dataset_class, num_samples, lambda: True, config)
+    datasets = in_turns(builder.build)
     for name, dataset, samples in zip(SPLIT_NAMES, datasets, num_samples, strict=True):
         if dataset is not None and len(dataset) < samples:
             raise ValueError(
@@ -76,6 +102,65 @@ def build_datasets(
                 f"run needs {samples}; give weights to read it again, or shorten the run"
             )
     return Datasets(**dict(zip(SPLIT_NAMES, datasets, strict=True)))
+
+
+class _Builder(BlendedMegatronDatasetBuilder):
+    """megatron-core's without its collectives: :func:`in_turns` orders the ranks.
+
+    Its other ranks wait for rank 0 in a barrier even where that has failed, and then look for
+    files that only nodes with a shared file system have.
+    """
+
+    @staticmethod
+    def build_generic_dataset(
+        cls: Callable, is_built_on_rank: Callable, synchronize_ranks: bool, *args: Any
+    ) -> Dataset:
+        return (BlendedDocuments if cls is BlendedDataset else cls)(*args)
+
+    def _build_megatron_datasets_parallel(
+        self, prefixes: list[str], split: list, sizes_per_dataset: list[list[int]]
+    ) -> list[list[Dataset | None]]:
+        of_files = (
+            self._build_megatron_dataset_splits(prefix, split, sizes, False)
+            for prefix, sizes in zip(prefixes, sizes_per_dataset, strict=True)
+        )
+        return [list(of_split) for of_split in zip(*of_files, strict=True)]
+
+
+def _open(prefix: str, data: DataConfig, tokenizer: MegatronTokenizerBase) -> IndexedFiles:
+    """The files of ``prefix``, which fit the tokenizer and the flags."""
+    files = open_indexed_files(prefix, vocab_size=tokenizer.vocab_size)
+    if data.eod_mask_loss:
+        require_token(files, tokenizer.eod, "--eod-mask-loss")
+    if data.document_boundaries == "eod":
+        require_token(files, tokenizer.eod, "--document-boundaries eod")
+    elif data.reset_position_ids:
+        place = first_inside(files, tokenizer.eod)
+        if place is not None:
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                f"--data-path {prefix} has end-of-document tokens inside documents, the first at "
+                f"place {place} of the .bin: no document ends there, unless --document-boundaries "
+                "eod says so",
+            )
+    return files
+
+
+def _require_same_documents(prefixes: Sequence[str], fingerprints: Sequence[str]) -> None:
+    """Raise unless all ranks see the same documents: nodes may have copies on disks of their own.
+
+    Collective over all ranks.
+    """
+    everyone = gather_objects((socket.gethostname(), fingerprints))
+    first_host, expected = everyone[0]
+    for rank, (host, found) in enumerate(everyone):
+        for prefix, ours, theirs in zip(prefixes, expected, found, strict=True):
+            if ours != theirs:
+                raise ValueError(
+                    f"--data-path {prefix} holds other documents on rank {rank} ({host}) than "
+                    f"on rank 0 ({first_host}); copy the same files to all nodes"
+                )
 
 
 def _source(data: DataConfig, blend: Blend) -> dict:
@@ -90,7 +175,7 @@ def _source(data: DataConfig, blend: Blend) -> dict:
 
 
 def _check_splits(
-    files: IndexedFiles, config: GPTDatasetConfig, num_samples: tuple[int, int, int]
+    files: IndexedFiles, config: PackedDocumentsConfig, num_samples: tuple[int, int, int]
 ) -> None:
     """Raise unless every split with samples holds a sequence; less would repeat inside one."""
     num_documents = len(files.lengths)
@@ -103,88 +188,3 @@ def _check_splits(
                 f"of {num_documents} documents, {num_tokens} tokens; one sample takes "
                 f"{config.sequence_length + 1}: give it a larger share, or ask for no samples of it"
             )
-
-
-@dataclass
-class _PackedDocumentsConfig(GPTDatasetConfig):
-    fingerprints: tuple[str, ...] = field(default=())
-    """Of the token files: a key of cached indices, which must not outlive other files."""
-    order: str = "epochs"
-    """The way in which samples are shuffled, a key of cached indices too."""
-
-
-class PackedDocuments(GPTDataset):
-    """megatron-core's GPT samples with our fields, in our order (:mod:`.epochs`).
-
-    The masks are made anew for every sample. GPTDataset's are cached with the first sample's
-    padding in them, and its restart of positions costs one pass over the sequence a document.
-    """
-
-    @staticmethod
-    def _key_config_attributes() -> list[str]:
-        return [*GPTDataset._key_config_attributes(), "fingerprints", "order"]
-
-    def __len__(self) -> int:
-        return len(self.shuffle_index)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``tokens``, ``labels``, ``positions`` int64 and ``loss_mask`` fp32, each [s]."""
-        text, _ = self._query_document_sample_shuffle_indices(index)
-        text = torch.from_numpy(text)  # [s + 1]
-        tokens, labels = text[:-1], text[1:]
-        ends = tokens == self.config.tokenizer.eod
-        loss_mask = torch.ones(len(tokens))
-        if self.config.eod_mask_loss:
-            loss_mask[ends] = 0.0
-        loss_mask[labels == self._pad_token_id] = 0.0
-        positions = torch.arange(len(tokens))
-        if self.config.reset_position_ids:
-            positions -= _document_starts(ends)
-        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
-
-    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """In place of megatron-core's: the first rank writes the files that the others map."""
-        folder = self._index_folder()
-        if folder is None:
-            return self._indices()
-        names = ("document_index", "sample_index", "shuffle_index")
-        start = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        paths = [folder / f"{start}-{name}.npy" for name in names]
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        if is_first and not all(path.is_file() for path in paths):
-            folder.mkdir(parents=True, exist_ok=True)
-            for path, array in zip(paths, self._indices(), strict=True):
-                partial = path.with_suffix(".partial")
-                with partial.open("wb") as file:
-                    np.save(file, array)
-                partial.replace(path)
-        return tuple(np.load(path, mmap_mode="r") for path in paths)
-
-    def _indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        indices = sample_indices(
-            self.indices,
-            np.asarray(self.dataset.sequence_lengths),
-            seq_length=self.config.sequence_length,
-            num_samples=self.num_samples,
-            seed=self.config.random_seed,
-        )
-        return indices.document_index, indices.sample_index, indices.shuffle_index
-
-    def _index_folder(self) -> Path | None:
-        """Where the indices are kept; None where they are made anew every time."""
-        if self.config.path_to_cache:
-            return Path(self.config.path_to_cache)
-        if self.config.mock:
-            return None
-        return Path(self.dataset.path_prefix, "cache", f"{type(self).__name__}_indices")
-
-
-class _MockPackedDocuments(PackedDocuments, MockGPTDataset):
-    """Counting documents of up to 4096 tokens, the same on every machine."""
-
-
-def _document_starts(ends: Tensor) -> Tensor:
-    """Where the document of each token starts, given where documents end: [s] -> [s]."""
-    starts = torch.zeros(len(ends), dtype=torch.int64)
-    starts[1:] = torch.where(ends[:-1], torch.arange(1, len(ends)), 0)
-    return starts.cummax(0).values

@@ -4,7 +4,8 @@ megatron-core maps both files and trusts them: a truncated one is found in the m
 if ever. :func:`open_indexed_files` compares every size and bound that costs little to compare.
 Layout of the .idx, little endian: magic, u64 version 1, u8 dtype, u64 sequences S, u64 bounds B,
 int32 length[S], int64 pointer[S] (bytes into the .bin), int64 bound[B] (sequences up to a
-document's end). Files written for text have one sequence in a document.
+document's end). Samples are made of whole documents in another order, so documents of several
+sequences, such as sentences, are refused: their sequences would be scattered.
 """
 
 import hashlib
@@ -33,7 +34,12 @@ class IndexedFiles:
 
     def fingerprint(self) -> str:
         """Changes when documents do in number, order or length: what sample indices depend on."""
-        return hashlib.blake2b(self.lengths, digest_size=16).hexdigest()
+        return fingerprint_of(self.lengths)
+
+
+def fingerprint_of(lengths: np.ndarray) -> str:
+    """:meth:`IndexedFiles.fingerprint` of documents of ``lengths``, int32 [documents]."""
+    return hashlib.blake2b(lengths, digest_size=16).hexdigest()
 
 
 def open_indexed_files(prefix: str, *, vocab_size: int | None = None) -> IndexedFiles:
@@ -77,6 +83,12 @@ def _read_index(path: str) -> tuple[type[np.integer], np.ndarray]:
     bounds = index[size - 8 * num_bounds :].view("<i8")
     if lengths.min() < 0 or not num_bounds or bounds[0] != 0 or bounds[-1] != num_sequences:
         raise ValueError(f"{path} has impossible document bounds: damaged, preprocess again")
+    if num_bounds != num_sequences + 1:
+        raise ValueError(
+            f"{path} has {num_sequences} sequences in {num_bounds - 1} documents, and training "
+            "would shuffle the sequences; preprocess again without splitting documents (into "
+            "sentences)"
+        )
     return _DTYPES[code], lengths
 
 
@@ -94,11 +106,102 @@ def _map_tokens(path: str, dtype: type[np.integer], lengths: np.ndarray) -> np.n
     return np.memmap(path, dtype=dtype, mode="r")
 
 
+def require_token(files: IndexedFiles, token: int, flag: str) -> None:
+    """Raise unless ``token`` is in the files, where ``flag`` does nothing without it.
+
+    Reads up to the first one: near the beginning where each document ends with it.
+
+    Raises:
+        ValueError: with ``flag`` and what to do.
+    """
+    for start in range(0, len(files.tokens), _TOKENS_CHECKED):
+        if (files.tokens[start : start + _TOKENS_CHECKED] == token).any():
+            return
+    raise ValueError(
+        f"{flag} goes by the end-of-document token {token} of the tokenizer, and --data-path "
+        f"{files.prefix} holds none: preprocess again with --append-eod and this tokenizer, or "
+        f"leave {flag} out"
+    )
+
+
+def first_inside(files: IndexedFiles, token: int) -> int | None:
+    """Place of the first ``token`` that ends no document, among the first Mi tokens; None if none.
+
+    Counted from the beginning of the .bin.
+    """
+    found = np.flatnonzero(files.tokens[:_TOKENS_CHECKED] == token)
+    last_places = files.lengths[:_TOKENS_CHECKED].cumsum(dtype=np.int64) - 1
+    inside = np.setdiff1d(found, last_places, assume_unique=True)
+    return int(inside[0]) if len(inside) else None
+
+
+def out_of_vocabulary(
+    prefix: str, *, document: int, place: int, token: int, vocab_size: int
+) -> ValueError:
+    """The error for a token of ``prefix`` that the tokenizer does not have, and where it is."""
+    return ValueError(
+        f"--data-path {prefix} holds token {token}, the tokenizer has {vocab_size}: preprocess "
+        f"again with this tokenizer, or give the one it was made with. It is token {place} of "
+        f"document {document} of {prefix}.bin, both counted from 0"
+    )
+
+
+def outside(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Positions in ``tokens`` of those that are not in the vocabulary; one pass where all are."""
+    # Negative numbers are the largest unsigned ones: no second pass for the minimum.
+    unsigned = tokens.view(tokens.dtype.str.replace("i", "u"))
+    if int(unsigned.max(initial=0)) < vocab_size:
+        return np.empty(0, np.int64)
+    return np.flatnonzero(unsigned >= vocab_size)
+
+
 def _check_vocabulary(files: IndexedFiles, vocab_size: int) -> None:
-    first = files.tokens[:_TOKENS_CHECKED]
-    low, high = int(first.min()), int(first.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"--data-path {files.prefix} holds token {low if low < 0 else high}, the tokenizer has "
-            f"{vocab_size}: preprocess again with this tokenizer, or give the one it was made with"
+    found = outside(files.tokens[:_TOKENS_CHECKED], vocab_size)
+    if len(found):
+        ends = files.lengths.cumsum(dtype=np.int64)
+        document = int(np.searchsorted(ends, found[0], side="right"))
+        place = int(found[0] - (ends[document] - files.lengths[document]))
+        token = int(files.tokens[found[0]])
+        raise out_of_vocabulary(
+            files.prefix, document=document, place=place, token=token, vocab_size=vocab_size
         )
+
+
+_TOKENS_AT_A_TIME = 1 << 24
+_PERCENTILES = (0, 10, 50, 90, 99, 100)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetStatistics:
+    """Counts of a tokenized dataset."""
+
+    num_documents: int
+    num_tokens: int
+    num_distinct_tokens: int
+    unigram_entropy: float
+    """Nats a token: the loss of a model that knows how often each token occurs, and no more."""
+    document_tokens: dict[int, int]
+    """Percentile to tokens in a document: 50 is the median, 100 the longest."""
+
+
+def dataset_statistics(files: IndexedFiles) -> DatasetStatistics:
+    """Statistics of all documents, in one pass over the tokens."""
+    counts = np.zeros(0, dtype=np.int64)
+    for start in range(0, len(files.tokens), _TOKENS_AT_A_TIME):
+        part = np.bincount(files.tokens[start : start + _TOKENS_AT_A_TIME])
+        size = max(len(counts), len(part))
+        counts = np.pad(counts, (0, size - len(counts))) + np.pad(part, (0, size - len(part)))
+    lengths = np.percentile(files.lengths, _PERCENTILES, method="nearest")
+    return DatasetStatistics(
+        num_documents=len(files.lengths),
+        num_tokens=len(files.tokens),
+        num_distinct_tokens=int(np.count_nonzero(counts)),
+        unigram_entropy=entropy(counts),
+        document_tokens=dict(zip(_PERCENTILES, map(int, lengths), strict=True)),
+    )
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Entropy in nats of the distribution that ``counts`` [v] are in proportion to."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())

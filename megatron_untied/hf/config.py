@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megatron_untied.config import ModelConfig
+from megatron_untied.config.problems import model_problems
 from megatron_untied.hf.fields import REQUIRED, Fields
 from megatron_untied.hf.rope import rotary_from_hf, rotary_to_hf
-from megatron_untied.rope import rotated_width
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -47,6 +47,18 @@ ONLY = {
 """Fields that would change the function, with the only value that there is a model for."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+HF_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "ffn_hidden_size": "intermediate_size",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "norm_epsilon": "rms_norm_eps",
+    "init_method_std": "initializer_range",
+    "window_size": "sliding_window",
+    "rotary_base": "rope_theta",
+    "rotary_percent": "partial_rotary_factor",
+}
+"""What ``config.json`` calls a field of ModelConfig, where the names differ."""
 KEPT_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields for generation that an exported config.json takes over from the imported one."""
 
@@ -93,7 +105,7 @@ def model_config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
     if family == "qwen3":
         fields.demand("attention_bias", False)
     fields.end()
-    _check_heads(model, source)
+    _check(model, source)
     return model
 
 
@@ -161,12 +173,14 @@ def _family(values: Mapping[str, Any], source: str) -> str:
 
 def _head_width(fields: Fields, family: str, hidden_size: int, heads: int) -> int:
     width = fields.take("head_dim", 128 if family == "qwen3" else None)
-    if width is None and hidden_size % heads:
+    if width is not None:
+        return width
+    if heads < 1 or hidden_size % heads:
         raise ValueError(
             f"{fields.source}: hidden_size {hidden_size} is not a multiple of num_attention_heads "
             f"{heads}, and there is no head_dim; complete it"
         )
-    return width or hidden_size // heads
+    return hidden_size // heads
 
 
 def _llama_bias(fields: Fields) -> bool:
@@ -208,12 +222,10 @@ def _window(fields: Fields, family: str, num_layers: int) -> int | None:
     return window
 
 
-def _check_heads(model: ModelConfig, source: str) -> None:
-    h, g = model.num_attention_heads, model.num_query_groups
-    if h % g:
-        raise ValueError(f"{source}: num_attention_heads {h} is not a multiple of "
-                         f"num_key_value_heads {g}")  # fmt: skip
-    rotated_width(model.rotary, model.kv_channels)
+def _check(model: ModelConfig, source: str) -> None:
+    found = list(model_problems(model, lambda field: HF_NAMES.get(field, field)))
+    if found:
+        raise ValueError(f"{source}: " + "; ".join(found))
 
 
 def _can_express(family: str, model: ModelConfig) -> bool:

@@ -24,7 +24,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_untied.loss.vocabulary_split import VocabularySplit
 from megatron_untied.matmul import accumulation_dtype, add_product_, product
-from megatron_untied.streaming.tiles import GradientSums, tile_backward
+from megatron_untied.phases import MemoryCategory, allocating
+from megatron_untied.tiling import GradientSums, tile_backward
 
 
 def chunked_cross_entropy(
@@ -118,7 +119,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_hidden = hidden.detach() if ctx.needs_input_grad[0] else None
         d_weight = None
         if ctx.needs_input_grad[1]:
-            d_weight = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
+            with allocating(MemoryCategory.WEIGHT_GRADIENTS):
+                d_weight = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
         norm_sums = None if norm is None else GradientSums(norm)
         inputs = hidden, weight, labels, token_weights, split, rows_per_chunk, norm
         loss = _sum_of_chunks(*inputs, d_hidden, d_weight, norm_sums)
@@ -197,7 +199,8 @@ def _chunk_losses(
 ) -> Tensor:
     """Losses of one chunk, [c]; a call of its own, so that its logits are gone by the next one."""
     hidden = split.gather(hidden)  # [c, m]
-    logits = _logits(hidden, weight)  # [c, columns]
+    with allocating(MemoryCategory.LOGITS):
+        logits = _logits(hidden, weight)  # [c, columns]
     column, owned = split.column_of(labels)
     losses, total = _cross_entropy_(logits, column, owned, split)
     if d_hidden is None and d_weight is None:

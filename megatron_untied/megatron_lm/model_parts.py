@@ -17,15 +17,14 @@ from torch import Tensor
 
 from megatron_untied.backends import choose_backend
 from megatron_untied.config import MemoryConfig, RotaryConfig
+from megatron_untied.context_parallel.buffer_plan import Workspace
 from megatron_untied.context_parallel.kernels import choose_kernel
-from megatron_untied.context_parallel.layout import SequenceLayout
 from megatron_untied.context_parallel.ring import Ring
-from megatron_untied.context_parallel.self_attention import AttentionParts
-from megatron_untied.context_parallel.sequence import SequenceInfo
-from megatron_untied.context_parallel.workspace import Workspace
-from megatron_untied.context_parallel.zigzag import InOrder
+from megatron_untied.context_parallel.self_attention import AttentionContext
+from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout
 from megatron_untied.megatron_lm.limits import check_config, comm_types
-from megatron_untied.model import layer_submodules, streaming_parts
+from megatron_untied.megatron_lm.zigzag import ZigzagReorder
+from megatron_untied.model import layer_submodules, streaming_context
 from megatron_untied.platform.device import current_device
 from megatron_untied.rope import RotaryTable
 from megatron_untied.streaming.host_arena import HostArena
@@ -78,13 +77,13 @@ class ModelParts:
     def __init__(self, choices: Choices, config: TransformerConfig, groups: ProcessGroupCollection):
         check_config(config, streamed=choices.streamed)
         self.config = config
-        self.attention = attention_parts(choices, config, groups)
+        self.attention = attention_context(choices, config, groups)
         backend = choose_backend(config.transformer_impl, config.normalization)
         submodules = layer_submodules(config, backend, self.attention)
         self.submodules: TransformerLayerSubmodules = replace(
             submodules, sharded_state_dict_keys_map=CHECKPOINT_NAMES
         )
-        self.streaming = streaming_parts(
+        self.streaming = streaming_context(
             config.num_layers,
             choices.memory,
             self.attention.workspace,
@@ -124,9 +123,9 @@ class ModelParts:
         return self._cos_sin
 
 
-def attention_parts(
+def attention_context(
     choices: Choices, config: TransformerConfig, groups: ProcessGroupCollection
-) -> AttentionParts:
+) -> AttentionContext:
     """What the attention modules share, for sequences cut as Megatron-LM cuts them."""
     p, workspace = groups.cp.size(), Workspace()
     ring = groups.cp if p > 1 and comm_types(config) == {"p2p"} else None
@@ -138,14 +137,14 @@ def attention_parts(
         head_width=config.kv_channels,
         window=window,
     )
-    return AttentionParts(
+    return AttentionContext(
         # Its shards are those of a ring, whatever the ranks then trade.
         layout=SequenceLayout(num_ulysses=1, num_ring=p, rank=groups.cp.rank()),
         ulysses=groups.cp if ring is None else None,
         ring=ring and Ring(ring),
         heads_per_chunk=choices.heads_per_chunk or (1 if ring else p),
         overlap=choices.cp_overlap,
-        kernel=kernel if ring or p == 1 else InOrder(kernel, p, workspace),
+        kernel=kernel if ring or p == 1 else ZigzagReorder(kernel, p, workspace),
         window=window,
         rotary=choices.rotary and RotaryTable(choices.rotary, config.kv_channels),
         workspace=workspace,

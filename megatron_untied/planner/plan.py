@@ -4,20 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_untied.context_parallel.head_schedule import Turn
+from megatron_untied.config.run import RunConfig
+from megatron_untied.context_parallel.head_schedule import ChunkAssignment
+from megatron_untied.phases import Phase
+from megatron_untied.planner.activations import host_bytes
 from megatron_untied.planner.causes import Bytes, Cause
 from megatron_untied.planner.geometry import Geometry
-from megatron_untied.planner.host import stash_host_bytes
 from megatron_untied.planner.machine import Machine
-from megatron_untied.planner.plain_step import PlainStep
-from megatron_untied.planner.sharding import ShardedWeights
-from megatron_untied.planner.step import Moment
-from megatron_untied.planner.streamed_step import StreamedStep
+from megatron_untied.planner.step import Moment, PlainStep, StreamedStep
 from megatron_untied.planner.time import StepTime
-from megatron_untied.training.config import RunConfig
+from megatron_untied.planner.weights import ShardedWeights
 
 _LOADER_BYTES = 2 * 28
-"""A token, for each worker: two micro-batches in shared memory; see ``data/config.py``."""
+"""A token, for each worker: two micro-batches in shared memory; see ``config/data.py``."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Plan:
         kind = StreamedStep if streamed else PlainStep
         ranks = (
             tuple(kind(geometry, rank, self.every_layer).moments())
-            for rank in _unlike_ranks(geometry)
+            for rank in unlike_ranks(geometry)
         )
         return max(ranks, key=lambda moments: max(each.num_bytes for each in moments))
 
@@ -52,9 +51,9 @@ class Plan:
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
     @cached_property
-    def phases(self) -> dict[str, Moment]:
+    def phases(self) -> dict[Phase, Moment]:
         """The highest moment of each phase, in the order of a step."""
-        highest: dict[str, Moment] = {}
+        highest: dict[Phase, Moment] = {}
         for moment in self.moments:
             before = highest.get(moment.phase)
             if before is None or moment.num_bytes > before.num_bytes:
@@ -69,7 +68,7 @@ class Plan:
         loader = Bytes({Cause.LOADER: _LOADER_BYTES * tokens * data.num_workers})
         stash = 0
         if self.config.memory.recompute_granularity is not None:
-            stash = max(stash_host_bytes(geometry, rank) for rank in _unlike_ranks(geometry))
+            stash = max(host_bytes(geometry, rank) for rank in unlike_ranks(geometry))
         return ShardedWeights(geometry).on_host() + loader + Bytes({Cause.KEPT: stash})
 
     @cached_property
@@ -102,40 +101,40 @@ class Plan:
         return replace(self, config=replace(self.config, batch=batch))
 
 
+def fits(plan: Plan, *, with_host: bool = True) -> bool:
+    """Whether ``plan`` can run, also where its sequence is too long for the kernel's indices."""
+    try:
+        return plan.fits_device and (plan.fits_host or not with_host)
+    except ValueError:
+        return False
+
+
 def longest(plan: Plan, *, with_host: bool) -> int:
     """The longest sequence that fits, in steps of what the ranks need it to be a multiple of.
 
     0 if none does.
     """
-    step = _length_step(plan)
-
+    step = length_step(plan)
     quick = replace(plan, every_layer=False)
-
-    def fits(count: int) -> bool:
-        longer = quick.at_length(count * step)
-        try:
-            return longer.fits_device and (longer.fits_host or not with_host)
-        except ValueError:  # too long for the attention kernel's indices
-            return False
-
     low, high = 0, 1
-    while fits(high) and high * step < 1 << 40:
+    while fits(quick.at_length(high * step), with_host=with_host) and high * step < 1 << 40:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        longer = quick.at_length(middle * step)
+        low, high = (middle, high) if fits(longer, with_host=with_host) else (low, middle)
     return low * step
 
 
-def _length_step(plan: Plan) -> int:
+def length_step(plan: Plan) -> int:
     """1024 tokens, and a multiple of what context and sequence parallelism divide by."""
     geometry = plan.geometry
     blocks = 2 if geometry.num_ring > 1 else 1
     return 1024 * geometry.p * geometry.num_token_parts * blocks
 
 
-def _unlike_ranks(geometry: Geometry) -> Iterator[int]:
-    """One Ulysses rank of each kind: those whose turns have the same sizes need the same."""
+def unlike_ranks(geometry: Geometry) -> Iterator[int]:
+    """One Ulysses rank of each kind: those whose chunks have the same sizes need the same."""
     seen = set()
     for rank in range(geometry.num_ulysses):
         sizes = tuple(_sizes(chunk[rank]) for chunk in geometry.schedule.chunks)
@@ -144,6 +143,10 @@ def _unlike_ranks(geometry: Geometry) -> Iterator[int]:
             yield rank
 
 
-def _sizes(turn: Turn) -> tuple:
-    pieces = [(p.query_columns.start, p.query_columns.stop, len(p.kv)) for p in turn.pieces]
-    return len(turn.query), len(turn.load), len(turn.done), turn.buffer, *pieces
+def _sizes(heads: ChunkAssignment) -> tuple:
+    calls = [
+        (call.query_columns.start, call.query_columns.stop, len(call.kv_heads))
+        for call in heads.kernel_calls
+    ]
+    counts = map(len, (heads.query_heads, heads.kv_to_load, heads.kv_finished))
+    return *counts, heads.kv_buffer, *calls

@@ -8,6 +8,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from megatron_untied.phases import Phase
 from megatron_untied.planner.causes import Cause
 from megatron_untied.planner.machine import GIB
 from megatron_untied.planner.plan import Plan
@@ -59,7 +60,7 @@ def _parts(moments: Sequence[Moment]) -> list[tuple[str, list[int]]]:
     """Moments in a row that are of one layer, or of none, with a name."""
     parts = []
     for (layer, is_loss), some in itertools.groupby(
-        enumerate(moments), lambda each: (each[1].layer, each[1].phase == "loss")
+        enumerate(moments), lambda each: (each[1].layer, each[1].phase is Phase.LOSS)
     ):
         name = "loss" if is_loss else "" if layer is None else str(layer + 1)
         parts.append((name, [index for index, _ in some]))

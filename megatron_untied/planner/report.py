@@ -1,24 +1,32 @@
 """A plan for people, as tables, and for programs, as JSON."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron_untied.planner.causes import Bytes, Cause
+from megatron_untied.planner.disk import Disk
 from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
-from megatron_untied.planner.parameters import num_parameters
 from megatron_untied.planner.plan import Plan
+from megatron_untied.planner.weights import num_parameters
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Device memory by phase and cause, host memory, time."""
-    console.print(headline(plan))
-    console.print(device_table(plan))
-    console.print(host_table(plan))
-    console.print(time_table(plan))
-    console.print(verdict(plan))
+    """Device memory by phase and cause, host memory, time, disk."""
+    print_line(console, headline(plan))
+    if plan.machine.gpu.assumed:
+        print_line(console, f"assumed: {plan.machine.gpu.assumed}")
+    print_device(plan, console)
+    print_host(plan, console)
+    print_time(plan, console)
+    disk = Disk(plan.config, plan.machine.world_size)
+    print_line(console, disk.describe())
+    if (shortfall := disk.shortfall()) is not None:
+        print_line(console, shortfall)
+    print_line(console, verdict(plan))
 
 
 def headline(plan: Plan) -> str:
@@ -34,36 +42,33 @@ def headline(plan: Plan) -> str:
     )
 
 
-def device_table(plan: Plan) -> Table:
+def print_device(plan: Plan, console: Console) -> None:
     """GiB of one rank's GPU: a row a phase, a column a cause."""
     causes = _causes(moment.by_cause for moment in plan.phases.values())
-    table = _table("GPU, GiB at the highest moment of each phase", ["phase", "all", *causes])
+    rows = {}
     for phase, moment in plan.phases.items():
-        mark = " <- peak" if moment is plan.peak or phase == plan.peak.phase else ""
-        cells = (_gib(moment.by_cause[cause]) for cause in causes)
-        table.add_row(phase + mark, _gib(moment.num_bytes), *cells)
-    return table
+        mark = " <- peak" if phase == plan.peak.phase else ""
+        rows[phase + mark] = [moment.num_bytes, *(moment.by_cause[cause] for cause in causes)]
+    cells = {name: [_gib(num_bytes) for num_bytes in row] for name, row in rows.items()}
+    title = "GPU, GiB at the highest moment of each phase"
+    print_table(console, title, "phase", ["all", *causes], cells)
 
 
-def host_table(plan: Plan) -> Table:
+def print_host(plan: Plan, console: Console) -> None:
     """GiB of the host by cause, for a rank and for a node."""
-    table = _table("host, GiB", ["cause", "a rank", "a node"])
     per_node = plan.machine.gpus_per_node
-    for cause in _causes([plan.host]):
-        table.add_row(cause, _gib(plan.host[cause]), _gib(plan.host[cause] * per_node))
-    total = plan.host.total()
-    table.add_row("all", _gib(total), _gib(total * per_node))
-    return table
+    rows = {cause: plan.host[cause] for cause in _causes([plan.host])} | {"all": plan.host.total()}
+    cells = {name: [_gib(some), _gib(some * per_node)] for name, some in rows.items()}
+    print_table(console, "host, GiB", "cause", ["per rank", "per node"], cells)
 
 
-def time_table(plan: Plan) -> Table:
+def print_time(plan: Plan, console: Console) -> None:
     """Seconds of a step by the roofline."""
-    table = _table("time of a step, s, by a roofline", ["cause", "seconds"])
-    for cause, seconds in plan.time.by_cause().items():
-        table.add_row(cause, f"{seconds:,.2f}")
-    table.add_row("all", f"{plan.time.seconds:,.2f}")
-    table.add_row("tokens/s/GPU", f"{plan.time.tokens_per_second_per_gpu:,.1f}")
-    return table
+    time = plan.time
+    rows = {cause: [f"{seconds:,.2f}"] for cause, seconds in time.by_cause().items()}
+    rows["all"] = [f"{time.seconds:,.2f}"]
+    rows["tokens/s/GPU"] = [f"{time.tokens_per_second_per_gpu:,.1f}"]
+    print_table(console, "time of a step, s, by a roofline", "cause", ["seconds"], rows)
 
 
 def verdict(plan: Plan) -> str:
@@ -80,7 +85,7 @@ def verdict(plan: Plan) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """All of it in bytes and seconds."""
-    machine = plan.machine
+    machine, disk = plan.machine, Disk(plan.config, plan.machine.world_size)
     return {
         "fits": plan.fits,
         "fits_device": plan.fits_device,
@@ -108,6 +113,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "tokens_per_second_per_gpu": plan.time.tokens_per_second_per_gpu,
             "gpu": machine.gpu.title,
             "source_of_rates": machine.gpu.source,
+            "assumed": machine.gpu.assumed,
+        },
+        "disk": {
+            "checkpoint_bytes": disk.checkpoint_bytes,
+            "checkpoints_written": len(disk.saved),
+            "checkpoints_kept": disk.num_kept,
+            "kept_bytes": disk.num_kept * disk.checkpoint_bytes,
+            "most_bytes": disk.most_bytes,
+            "free_bytes": disk.free_bytes(),
         },
     }
 
@@ -123,13 +137,67 @@ def _causes(each: Iterable[Bytes]) -> list[Cause]:
     return [cause for cause in Cause if seen[cause]]
 
 
-def _table(title: str, columns: list[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(columns[0], no_wrap=True)
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
-    return table
-
-
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:,.2f}" if num_bytes else ""
+
+
+_BORDER = 3
+"""Characters between two columns: the line and a space on each side of it."""
+_LABEL_PART = 3
+"""A label is folded where it would take more than one part in so many of the width."""
+
+
+def print_table(
+    console: Console, title: str, label: str, columns: Sequence[str], rows: Mapping[str, Sequence]
+) -> None:
+    """Print ``rows``, by label one cell for each of ``columns``, as wide as ``console`` is.
+
+    Columns that do not fit beside each other follow below in a table of their own, with the labels
+    repeated. A cell is never cut or folded; labels and headers are folded between words.
+    """
+    cells = {name: [str(cell) for cell in row] for name, row in rows.items()}
+    folded = [_longest_word(header) for header in columns]
+    numbers = [max(map(len, column)) for column in zip(*cells.values(), strict=True)]
+    labels = [label, *cells]
+    label_width = min(
+        max(map(len, labels)), max(console.width // _LABEL_PART, *map(_longest_word, labels))
+    )
+    room = console.width - label_width - _BORDER - 1
+    for headers in (map(len, columns), folded):  # headers are folded only where there is no room
+        widths = list(map(max, headers, numbers))
+        groups = _side_by_side(widths, room)
+        if len(groups) == 1:
+            break
+    for number, group in enumerate(groups):
+        part = f" ({number + 1} of {len(groups)})" if len(groups) > 1 else ""
+        whole = label_width + sum(widths[place] + _BORDER for place in group) + _BORDER + 1
+        table = Table(title=title + part, title_justify="left", width=whole)
+        table.add_column(label, width=label_width)
+        for place in group:
+            table.add_column(columns[place], justify="right", width=widths[place])
+        for name, row in cells.items():
+            table.add_row(Text(name), *(Text(row[place]) for place in group))
+        # On a console that is narrower than two columns a line is too long rather than cut.
+        console.print(table, crop=False)
+
+
+def print_line(console: Console, line: str) -> None:
+    """Print one line as it is: a terminal wraps it, and a log keeps it whole."""
+    console.print(line, soft_wrap=True, markup=False)
+
+
+def _side_by_side(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Places of columns in groups of at most ``room`` characters; at least one in each."""
+    groups: list[list[int]] = [[]]
+    taken = 0
+    for place, width in enumerate(widths):
+        if groups[-1] and taken + width + _BORDER > room:
+            groups.append([])
+            taken = 0
+        groups[-1].append(place)
+        taken += width + _BORDER
+    return groups
+
+
+def _longest_word(text: str) -> int:
+    return max(map(len, text.split()), default=0)

@@ -1,16 +1,18 @@
 """Sums of key and value gradients that wait on the host while attention runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.context_parallel.buffer_plan import Sizes, Workspace, sum_rows
+from megatron_untied.context_parallel.kv_gradients import KvPair, KvSums
 from megatron_untied.streaming.host_arena import HostArena, prefetch
 
 
-class HostSums:
-    """See :class:`megatron_untied.context_parallel.key_value_sums.KeyValueSums`.
+class HostKvSums(KvSums):
+    """Sums on the host.
 
     A head's sum comes to the device some rows at a time, is added to and goes back, between two
     kernels. Heads lie apart on the host, so that those rows are one piece of memory.
@@ -19,31 +21,32 @@ class HostSums:
     def __init__(
         self,
         heads: range,
-        shape: torch.Size,
-        dtype: torch.dtype,
         *,
+        sizes: Sizes,
+        rows_at_a_time: int,
+        device: torch.device,
         arena: HostArena,
         workspace: Workspace,
-        like: Tensor,
-        rows_at_a_time: int,
     ):
-        """``shape``: [s, b, d] of one head's dk. ``like``: any tensor of the device."""
-        self.heads, self._num_rows = heads, shape[0]
-        self._slot = arena.reserve((2, len(heads), *shape), dtype)
+        """``sizes`` of the attention call that adds."""
+        self.heads = heads
+        shape = sizes.kv_sum_shape(len(heads))
+        self._slot, self._num_rows = arena.reserve(shape, sizes.sum_dtype), shape[2]
         self._started: set[int] = set()
-        self._step = min(rows_at_a_time, shape[0])
-        self._room = workspace.take(
-            "sums_room", 2, self._step, *shape[1:], like=like, dtype=dtype
-        ).flatten(1)
+        self._step = min(rows_at_a_time, self._num_rows)
+        room = workspace.take(sum_rows(sizes, self._step), device)
+        self._room = room.view(2, -1)
 
+    @override
     def place(self, heads: range, dtype: torch.dtype) -> None:
-        """No kernel writes to the host."""
+        return None  # no kernel writes to the host
 
+    @override
     def whole(self, index: int, heads: range, dtype: torch.dtype) -> None:
-        """No exchange reads from the host."""
+        return None  # no exchange reads from the host
 
-    def add(self, heads: range, parts: Sequence[Tensor], rows: slice | None = None) -> None:
-        """See :class:`KeyValueSums`."""
+    @override
+    def add(self, heads: range, parts: KvPair, rows: slice | None = None) -> None:
         started = not self._started.isdisjoint(heads)
         assert started or rows is None, "nothing of the other rows would ever be written"
         rows = rows or slice(0, self._num_rows)
@@ -52,13 +55,13 @@ class HostSums:
                 self._add_head(index, head, rows, part[:, :, column], started)
         self._started.update(heads)
 
+    @override
     def read(self, index: int, head: int, out: Tensor) -> None:
-        """See :class:`KeyValueSums`."""
         for rows, total in self._totals(index, head, slice(0, self._num_rows)):
             out[rows].copy_(total)
 
+    @override
     def release(self) -> None:
-        """Give the host memory back."""
         self._slot.release()
 
     def _add_head(self, index: int, head: int, rows: slice, part: Tensor, started: bool) -> None:

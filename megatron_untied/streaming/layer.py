@@ -23,26 +23,27 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megatron_untied.context_parallel.head_major import HeadMajor, HeadMajorShape
+from megatron_untied.context_parallel.exchange import HeadMajor
 from megatron_untied.context_parallel.sequence import SequenceInfo
-from megatron_untied.context_parallel.untied import LogSumExps
+from megatron_untied.context_parallel.ulysses import Attention, SavedAttention
+from megatron_untied.phases import Phase
 from megatron_untied.rope import rotate_
-from megatron_untied.streaming.parking import parked
+from megatron_untied.step_progress import LayerProgress
+from megatron_untied.streaming.activation_store import (
+    ActivationStore,
+    CheckpointGroup,
+    HeadMajorSpec,
+    StoredLse,
+)
+from megatron_untied.streaming.parking import offload_during
 from megatron_untied.streaming.projections import (
     StreamedProjections,
     after_attention,
     queries_keys_values,
 )
-from megatron_untied.streaming.rebuild import rebuild
-from megatron_untied.streaming.stash import (
-    Attention,
-    DeviceRows,
-    Group,
-    LayerStash,
-    Rows,
-    Stash,
-)
-from megatron_untied.streaming.tiles import (
+from megatron_untied.streaming.recompute import recompute
+from megatron_untied.streaming.rows import DeviceRows, Rows
+from megatron_untied.tiling import (
     GradientSums,
     Tile,
     rows_of,
@@ -61,11 +62,11 @@ AFTER_ATTENTION = ("self_attention.linear_proj.", "pre_mlp_layernorm.", "mlp.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StreamingParts:
+class StreamingContext:
     """What the streamed layers of one model share."""
 
     tile_size: int
-    stash: Stash
+    store: ActivationStore
 
 
 class UntiedTransformerLayer(TransformerLayer):
@@ -84,7 +85,7 @@ class UntiedTransformerLayer(TransformerLayer):
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
         *,
-        streaming: StreamingParts,
+        streaming: StreamingContext,
         **later_arguments: object,
     ):
         """``later_arguments`` are those that megatron-core after 0.16 also gives."""
@@ -118,7 +119,7 @@ class UntiedTransformerLayer(TransformerLayer):
         # nothing may be kept.
         sequence, group = SequenceInfo.from_slot(packed_seq_params), None
         if torch.is_grad_enabled():
-            group = self.streaming.stash.open(self, self.layer_number - 1, sequence)
+            group = self.streaming.store.begin(self, self.layer_number - 1, sequence)
         out = _StreamedLayer.apply(hidden_states, self, sequence, group, *self.parameters())
         return out, None
 
@@ -129,6 +130,11 @@ class UntiedTransformerLayer(TransformerLayer):
                 "that became its input's; use register_full_backward_pre_hook, or a hook on the "
                 "output tensor."
             )
+
+    @property
+    def progress(self) -> LayerProgress:
+        """Where this layer states its phases."""
+        return self.self_attention.ulysses.progress
 
     def tiles(self, num_local: int) -> list[Tile]:
         """The tiles of a residual of ``num_local`` rows."""
@@ -145,69 +151,68 @@ class _StreamedLayer(torch.autograd.Function):
         x: Tensor,
         layer: UntiedTransformerLayer,
         sequence: SequenceInfo,
-        group: Group | None,
+        group: CheckpointGroup | None,
         *parameters,
     ) -> Tensor:
-        ctx.layer, ctx.group = layer, group
+        """The layer's output, written over ``x`` [n, b, m]; ``group`` gets what backward needs."""
+        ctx.layer, ctx.group, store = layer, group, layer.streaming.store
         for parameter in parameters:
             # A bf16 leaf takes the fp32 sums as they are; autograd would round them first.
             parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
-        return layer_forward(layer, x, sequence, group and group.members[-1])
+        saved = group and group.members[-1]
+        leaving, keeps_attention = None, saved is not None and store.policy.selective
+        if saved is not None and store.policy.keeps_input(saved.index):
+            leaving = store.keep_rows(saved, x)
+        with offload_during(x, store, copy=saved and saved.x) as rows:
+            with layer.progress.phase(Phase.ATTENTION_FORWARD):
+                out, lse = attend(layer, rows, sequence, is_kept=keeps_attention)
+        if leaving is not None:
+            leaving.wait()
+        # mark_dirty would say that x is overwritten, but FSDP2 hands x over as a view made by a
+        # custom Function, and autograd refuses to modify that. An alias shares the version
+        # counter, so an operation that saved x for its own backward still notices.
+        result = x.detach()
+        with layer.progress.phase(Phase.MLP_FORWARD):
+            finish(layer, DeviceRows(x), out, result)
+        if keeps_attention:
+            saved.out, saved.lse = out, lse
+        else:
+            out.release()
+        return result
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         layer, group = ctx.layer, ctx.group
         if not is_ours(gradient):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
-        x, out, lse = rebuild(group, layer.streaming.stash, attend, finish)
-        sums = layer_backward(layer, gradient, x, group.sequence, out, lse)
-        x.release()
-        out.release()
+        saved = recompute(group, layer.streaming.store, attend, finish)
+        y = SavedAttention(saved.out, saved.lse.on_device())
+        sums = layer_backward(layer, gradient, saved.x, y, group.sequence)
+        saved.x.release()
+        saved.out.release()
         return gradient, None, None, None, *sums.in_order()
-
-
-def layer_forward(
-    layer: UntiedTransformerLayer, x: Tensor, sequence: SequenceInfo, record: LayerStash | None
-) -> Tensor:
-    """The layer's output, written over ``x`` [n, b, m]; ``record`` gets what backward needs."""
-    stash = layer.streaming.stash
-    keeps_attention = record is not None and stash.selective
-    leaving = None
-    if record is not None and stash.keeps_input(record):
-        leaving = stash.keep_rows(record, x)
-    with parked(x, stash, already=record and record.x) as rows:
-        out, lse = attend(layer, rows, sequence, is_kept=keeps_attention)
-    if leaving is not None:
-        leaving.wait()
-    # mark_dirty would say that x is overwritten, but FSDP2 hands x over as a view made by a custom
-    # Function, and autograd refuses to modify that. An alias shares the version counter, so an
-    # operation that saved x for its own backward still notices.
-    result = x.detach()
-    finish(layer, DeviceRows(x), out, result)
-    if keeps_attention:
-        record.attention = out, lse
-    else:
-        out.release()
-    return result
 
 
 def attend(
     layer: UntiedTransformerLayer, x: Rows, sequence: SequenceInfo, *, is_kept: bool
-) -> Attention:
-    """Attention of all heads over the layer's input: O and its log-sum-exps. Collective.
+) -> tuple[HeadMajor, StoredLse]:
+    """Attention of all heads over the layer's input: O [n, b, h, d] and its lse. Collective.
 
     O that is not kept is valid until the next layer runs.
     """
-    source, attention = _projections(layer, x, sequence), layer.self_attention
-    stash, shape = layer.streaming.stash, _slots(layer, source)
-    index = layer.layer_number - 1
-    out = stash.out(index, shape, source.like, is_kept=is_kept)
-    lse = attention.ulysses.forward(source, out, attention.attention_over(sequence))
-    return out, stash.log_sum_exps(index, lse, is_kept=is_kept)
+    store, index = layer.streaming.store, layer.layer_number - 1
+    attention = layer.self_attention.attention_over(sequence)
+    projections = _projections(layer, x, sequence)
+    out = store.out(index, _slots(layer, projections, attention), is_kept=is_kept)
+    lse = layer.self_attention.ulysses.forward(projections, out, attention)
+    return out, store.keep_lse(index, lse, is_kept=is_kept)
 
 
 def finish(layer: UntiedTransformerLayer, x: Rows, out: HeadMajor, result: Tensor) -> None:
-    """All that follows attention, into ``result``, which may be the memory of ``x``."""
+    """All that follows attention: x [n, b, m], O [n, b, h, d] -> ``result`` [n, b, m].
+
+    ``result`` may be the memory of ``x``.
+    """
     tiles = layer.tiles(len(result))
     for tile, x_tile in zip(tiles, x.tiles(tiles), strict=True):
         result[tile.local] = after_attention(layer, x_tile, out.rows(tile.seen))
@@ -217,25 +222,29 @@ def layer_backward(
     layer: UntiedTransformerLayer,
     gradient: Tensor,
     x: Rows,
+    y: SavedAttention,
     sequence: SequenceInfo,
-    out: HeadMajor,
-    lse: LogSumExps,
 ) -> GradientSums:
     """``gradient`` [n, b, m] becomes that of x in place; returns the parameters' gradients."""
-    stash, attention = layer.streaming.stash, layer.self_attention
-    sums, source = GradientSums(layer), _projections(layer, x, sequence)
-    d_out = stash.d_out(_slots(layer, source), source.like)
-    _after_attention_backward(layer, gradient, x, out, d_out, sums)
-    with parked(gradient, stash):
-        attend = attention.attention_over(sequence)
-        # As much room for a head's sum as a tile of all heads takes.
-        rows = layer.streaming.tile_size * attention.ulysses.schedule.num_heads
-        make_sums = stash.make_sums(rows, source.like)
-        dk, dv = attention.ulysses.backward(source, out, lse, d_out, attend, make_sums)
-        # What follows needs none of its buffers, and the memory.
-        stash.workspace.release()
-    _before_attention_backward(layer, gradient, source, (d_out, dk, dv), sums)
-    d_out.release()
+    store, ulysses = layer.streaming.store, layer.self_attention.ulysses
+    attention = layer.self_attention.attention_over(sequence)
+    sums, projections = GradientSums(layer), _projections(layer, x, sequence)
+    d_out = store.d_out(_slots(layer, projections, attention))
+    with layer.progress.phase(Phase.MLP_BACKWARD):
+        _after_attention_backward(layer, gradient, x, y.out, d_out, sums)
+    with offload_during(gradient, store):
+        # As much room for the sum of one head as a tile of all heads takes.
+        rows = layer.streaming.tile_size * ulysses.schedule.num_heads
+        sizes = ulysses.sizes(projections, attention)
+        make_sums = store.make_sums(sizes, rows, projections.device)
+        with layer.progress.phase(Phase.ATTENTION_BACKWARD):
+            dk, dv = ulysses.backward(projections, y, d_out, attention, make_sums)
+        # What follows needs none of the chunk loop's buffers, but their memory.
+        store.workspace.release()
+    dq = d_out  # slot by slot
+    with layer.progress.phase(Phase.QKV_BACKWARD):
+        _before_attention_backward(layer, gradient, projections, (dq, dk, dv), sums)
+    dq.release()
     return sums
 
 
@@ -250,7 +259,7 @@ def _after_attention_backward(
     names, tiles = sums.names(AFTER_ATTENTION), layer.tiles(len(gradient))
     for tile, x_tile in zip(tiles, x.tiles(tiles), strict=True):
         g = gradient[tile.local]
-        inputs = x_tile, out.rows(tile.seen)
+        inputs = x_tile, out.rows(tile.seen)  # [t, b, m], [t, b, h, d]
         dx, do = tile_backward(after_attention, layer, inputs, [g], sums, names)
         g.copy_(dx)
         for rows, part in split_rows(do, tile.seen):
@@ -260,17 +269,18 @@ def _after_attention_backward(
 def _before_attention_backward(
     layer: UntiedTransformerLayer,
     gradient: Tensor,
-    source: StreamedProjections,
+    projections: StreamedProjections,
     d_qkv: tuple[HeadMajor, Tensor, Tensor],
     sums: GradientSums,
 ) -> None:
     """``d_qkv``: gradients of the rotated queries and keys, and of the values."""
     (dq, dk, dv), names = d_qkv, sums.names(BEFORE_ATTENTION)
-    cos, sin = source.rotary
-    for tile, x_tile in zip(source.tiles, source.x.tiles(source.tiles), strict=True):
+    cos, sin = projections.rotary
+    tiles = projections.tiles
+    for tile, x_tile in zip(tiles, projections.x.tiles(tiles), strict=True):
         seen, dtype = tile.seen, gradient.dtype
         rotary = rows_of(cos, seen), rows_of(sin, seen)
-        gradients = [
+        gradients = [  # [t, b, h, d] and twice [t, b, g, d]
             rotate_(dq.rows(seen), *rotary, adjoint=True),
             rotate_(rows_of(dk, seen), *rotary, adjoint=True).to(dtype),
             rows_of(dv, seen).to(dtype),
@@ -284,13 +294,16 @@ def _projections(
 ) -> StreamedProjections:
     tiles = layer.tiles(x.shape[0])
     n = sum(run.stop - run.start for tile in tiles for run in tile.seen)
-    rotary = layer.self_attention.parts.cos_sin(sequence, x.like, n)
+    rotary = layer.self_attention.context.cos_sin(sequence, x.device, n)
     return StreamedProjections(layer, x, tiles, rotary)
 
 
-def _slots(layer: UntiedTransformerLayer, source: StreamedProjections) -> HeadMajorShape:
-    ulysses = layer.self_attention.ulysses
-    return HeadMajorShape(ulysses.schedule, source.n, source.b, ulysses.head_width)
+def _slots(
+    layer: UntiedTransformerLayer, projections: StreamedProjections, attention: Attention
+) -> HeadMajorSpec:
+    sizes = layer.self_attention.ulysses.sizes(projections, attention)
+    first = projections.tiles[0].local  # no tile is larger
+    return HeadMajorSpec(sizes, first.stop - first.start, projections.device)
 
 
 def is_ours(gradient: Tensor) -> bool:

@@ -5,34 +5,35 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from megatron_untied.streaming.activation_store import ActivationStore
 from megatron_untied.streaming.host import HostRows
-from megatron_untied.streaming.stash import DeviceRows, Rows, Stash
+from megatron_untied.streaming.rows import DeviceRows, Rows
 
 
 @contextlib.contextmanager
-def parked(x: Tensor, stash: Stash, already: Rows | None = None) -> Iterator[Rows]:
-    """The rows of ``x`` [n, b, m]; if the stash parks, ``x`` has no device memory meanwhile.
+def offload_during(x: Tensor, store: ActivationStore, copy: Rows | None = None) -> Iterator[Rows]:
+    """The rows of ``x`` [n, b, m]; if the store parks, ``x`` has no device memory meanwhile.
 
-    ``already`` is a copy of ``x`` that exists: if it is on the host, nothing is copied out. The
-    storage keeps its identity, so whatever aliases ``x`` is right again afterwards.
+    ``copy`` is one of ``x`` that exists: if it is on the host, nothing is copied out. The storage
+    keeps its identity, so whatever aliases ``x`` is right again afterwards.
     """
-    if not stash.park:
+    if not store.policy.park:
         yield DeviceRows(x)
         return
-    if isinstance(already, HostRows):
-        rows, borrowed = already, True
-        stash.arena.engine.wait_all()  # x may still be on its way to that copy
-    else:
-        slot, borrowed = stash.arena.reserve(x.shape, x.dtype), False
+    slot = copy and copy.host_slot
+    is_ours = slot is None
+    if is_ours:
+        slot = store.arena.reserve(x.shape, x.dtype)
         slot.store(x).wait()
-        rows = HostRows(slot, stash.workspace, x[:0])
+    else:
+        store.arena.engine.wait_all()  # x may still be on its way to that copy
     storage = x.untyped_storage()
     num_bytes = storage.nbytes()
     storage.resize_(0)
     try:
-        yield rows
+        yield HostRows(slot, store.workspace, x.device)
     finally:  # an error inside must not leave a tensor without memory behind
         storage.resize_(num_bytes)
-    rows.slot.fetch(x).wait()
-    if not borrowed:
-        rows.release()
+    slot.fetch(x).wait()
+    if is_ours:
+        slot.release()

@@ -8,19 +8,20 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_untied.context_parallel.all_to_all import HeadBlocks
+from megatron_untied.context_parallel.exchange import HeadBlocks
+from megatron_untied.context_parallel.ulysses import Projections
 from megatron_untied.rope import rotate_
-from megatron_untied.streaming.stash import Rows
-from megatron_untied.streaming.tiles import Tile, split_rows
+from megatron_untied.streaming.rows import Rows
+from megatron_untied.tiling import Tile, split_rows
 
 
-class StreamedProjections:
+class StreamedProjections(Projections):
     """Norm, projection to some heads, rotation: from the layer's input to the send buffers.
 
     A projection costs little beside attention, so each chunk projects its own heads anew, and no
-    more than a tile of q, k or v exists outside the exchange. See
-    :class:`megatron_untied.context_parallel.chunk_loader.Projections`.
+    more than a tile of q, k or v exists outside the exchange.
     """
 
     def __init__(
@@ -32,23 +33,23 @@ class StreamedProjections:
     ):
         self.layer, self.x, self.tiles, self.rotary = layer, x, tiles, rotary
         self.n = sum(run.stop - run.start for tile in tiles for run in tile.seen)
-        self.b, self.like = x.shape[1], x.like
+        self.b, self.dtype, self.device = x.shape[1], x.dtype, x.device
         self.attention = layer.self_attention
 
+    @override
     def write(self, kind: Literal["q", "k", "v"], heads: Sequence[range], send: Tensor) -> None:
-        """Fill ``send``, flat blocks [n, b, len(heads[r]), d] one after the other, r = 0, 1, ..."""
-        # A key-value head that several ranks want is projected once.
-        wanted = sorted({head for each in heads for head in each})
-        if not wanted:
+        # A key-value head that several ranks need is projected once.
+        projected = sorted({head for rank_heads in heads for head in rank_heads})
+        if not projected:
             return
-        weight, bias = self._rows(kind, wanted)
+        weight, bias = self._rows(kind, projected)
         d = self.attention.hidden_size_per_attention_head
-        first = {head: place for place, head in enumerate(wanted)}
-        places = [range(first[its[0]], first[its[0]] + len(its)) if its else its for its in heads]
-        blocks = HeadBlocks(send, places, self.n, self.b, d)
+        column = {head: place for place, head in enumerate(projected)}
+        columns = [range(column[x[0]], column[x[0]] + len(x)) if x else x for x in heads]
+        blocks = HeadBlocks(send, columns, self.n, self.b, d)
         for tile, x in zip(self.tiles, self.x.tiles(self.tiles), strict=True):
-            y = F.linear(self._normed(x), weight, bias).unflatten(-1, (len(wanted), d))
-            y = self._head_norm(kind, y)
+            y = F.linear(self._normed(x), weight, bias)  # [t, b, m] -> [t, b, heads * d]
+            y = self._head_norm(kind, y.unflatten(-1, (len(projected), d)))
             for rows, part in split_rows(y, tile.seen):
                 if kind != "v":
                     rotate_(part, *(table[rows] for table in self.rotary))

@@ -8,21 +8,26 @@ Under any such mode autograd sums gradients that meet out of place, where otherw
 place. In a streamed layer that is the size of a tile.
 """
 
+import contextlib
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
 
-from megatron_untied.tracing.call_stack import cause, phase
-from megatron_untied.tracing.fast_fakes import may_allocate
+from megatron_untied.phases import AllocationObserver
+from megatron_untied.step_progress import StepProgress
+from megatron_untied.tracing.fake_tensor_cache import may_allocate
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,8 @@ class Peak:
 
     num_bytes: int = 0
     by_cause: dict[str, int] = field(default_factory=dict)
-    """Bytes by the line of code that allocated them, most first; see :func:`.call_stack.cause`."""
+    """Bytes by what was stated with :func:`.phases.allocating` where they were allocated, most
+    first; what was not is named by its phase."""
 
 
 @dataclass(slots=True)
@@ -41,27 +47,37 @@ class _Alive:
     cause: str
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(AllocationObserver):
     """While entered, counts the device memory of what operations make. Enter it once.
 
     Tensors on "meta" are host memory (see ``HostArena.for_tracing``), and so are those that
     :meth:`move_to_host` was told of; everything else is the device's.
     """
 
-    def __init__(self, call: Callable[[OpOverload, tuple, dict], Any] | None = None) -> None:
-        """``call`` runs an operation; see :class:`.fast_fakes.FastFakes`."""
+    def __init__(
+        self,
+        progress: StepProgress,
+        call: Callable[[OpOverload, tuple, dict], Any] | None = None,
+    ) -> None:
+        """``progress`` is where the step states its phases.
+
+        ``call`` runs an operation; see :class:`.fast_fakes.FastFakes`.
+        """
         super().__init__()
+        self._progress = progress
         self._call = call or (lambda func, args, kwargs: func(*args, **kwargs))
         self.num_bytes = 0
         """Alive now."""
         self.host_bytes = 0
         """Of tensors that were moved to the host."""
         self.peaks: dict[str, Peak] = {}
-        """The highest moment of each phase; see :func:`.call_stack.phase`."""
+        """The highest moment of each phase; see :class:`.phases.Phase`."""
         self.timeline: list[tuple[str, int]] = []
         """Phase after phase, as they came: its name and its highest moment."""
         self._by_cause: Counter[str] = Counter()
         self._alive: dict[int, _Alive] = {}
+        self._is_paused = False
+        self._patches = contextlib.ExitStack()
 
     @property
     def peak_phase(self) -> str:
@@ -81,12 +97,18 @@ class LiveBytes(TorchDispatchMode):
 
     def __enter__(self) -> "LiveBytes":
         # FSDP2 and parking free memory by resizing storages, which no dispatcher sees.
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._counted_resize()
+        resize, shapes_of = torch.UntypedStorage.resize_, "_propagate_tensor_meta_non_cached"
+        uncounted = self._uncounted(getattr(ShardingPropagator, shapes_of))
+        for owner, name, method in (
+            (torch.UntypedStorage, "resize_", self._counted_resize(resize)),
+            # DTensor computes shapes with fake tensors of its own, which stand for no memory.
+            (ShardingPropagator, shapes_of, uncounted),
+        ):
+            self._patches.enter_context(patch.object(owner, name, method))
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
-        torch.UntypedStorage.resize_ = self._resize
+        self._patches.close()
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -94,7 +116,7 @@ class LiveBytes(TorchDispatchMode):
             if each is not FakeTensor and is_traceable_wrapper_subclass_type(each):
                 return NotImplemented  # a DTensor: it comes back with its local tensor
         result = self._call(func, args, kwargs or {})
-        if may_allocate(func):
+        if not self._is_paused and may_allocate(func):
             for tensor in tree_iter(result):
                 if isinstance(tensor, Tensor) and _is_on_device(tensor):
                     self._see(tensor.untyped_storage())
@@ -108,11 +130,10 @@ class LiveBytes(TorchDispatchMode):
             self._change(alive, storage.nbytes())
 
     def _track(self, storage: torch.UntypedStorage) -> _Alive:
-        key, its_cause = storage._cdata, cause()
+        key, cause = storage._cdata, self.category or f"other, made in {self._progress.current}"
         reference = weakref.ref(storage, lambda _: self._forget(key))
-        self._alive[key] = alive = _Alive(reference, 0, its_cause or "nobody")
-        if its_cause is not None:
-            self._change(alive, storage.nbytes())
+        self._alive[key] = alive = _Alive(reference, 0, cause)
+        self._change(alive, storage.nbytes())
         return alive
 
     def _forget(self, key: int) -> None:
@@ -124,7 +145,7 @@ class LiveBytes(TorchDispatchMode):
         self.num_bytes += grown
         self._by_cause[alive.cause] += grown
         if grown > 0:
-            self._note_peak(phase())
+            self._note_peak(self._progress.current)
 
     def _note_peak(self, name: str) -> None:
         if not self.timeline or self.timeline[-1][0] != name:
@@ -135,9 +156,18 @@ class LiveBytes(TorchDispatchMode):
             by_cause = {each: size for each, size in self._by_cause.most_common() if size}
             self.peaks[name] = Peak(self.num_bytes, by_cause)
 
-    def _counted_resize(self):
-        resize = self._resize
+    def _uncounted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any) -> Any:
+            outer, self._is_paused = self._is_paused, True
+            try:
+                return method(*args)
+            finally:
+                self._is_paused = outer
 
+        return call
+
+    def _counted_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(storage: torch.UntypedStorage, num_bytes: int):
             result = resize(storage, num_bytes)
             alive = self._alive.get(storage._cdata)

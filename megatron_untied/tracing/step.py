@@ -12,19 +12,25 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.kernels.traced import TracedFlashAttention3
 from megatron_untied.model import UntiedGPTModel, build_model
+from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.platform.device import current_device
 from megatron_untied.sharding.shards import Shard
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming.host_arena import HostArena
-from megatron_untied.tracing.fast_fakes import FastFakes
+from megatron_untied.tracing.fake_collectives import (
+    call_lending,
+    fsdp_categories,
+    ranks_like_this_one,
+    update,
+)
+from megatron_untied.tracing.fake_tensor_cache import FastFakes
 from megatron_untied.tracing.live_bytes import LiveBytes, Peak
-from megatron_untied.tracing.stand_ins import ranks_like_this_one, update
-from megatron_untied.training.batch import Batch
-from megatron_untied.training.config import RunConfig
 from megatron_untied.training.initialize import make_groups
-from megatron_untied.training.learner import Learner, build_learner
-from megatron_untied.training.step import forward_backward
+from megatron_untied.training.state import Learner, build_learner
+from megatron_untied.training.step import Batch, forward_backward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +38,7 @@ class StepTrace:
     """What a step takes of one rank. Bytes are of tensors; see :mod:`.live_bytes`."""
 
     peak_by_phase: dict[str, Peak]
-    """By :data:`.call_stack.PHASES`."""
+    """By :class:`.phases.Phase`."""
     peak_phase: str
     timeline: list[tuple[str, int]]
     """Phase after phase, as they came: its name and its highest moment."""
@@ -59,32 +65,38 @@ class StepTracer:
     def __init__(self, config: RunConfig, *, fake: bool = True):
         """``fake`` False: with real tensors, to check what a trace says."""
         self.config, self.kernel = config, TracedFlashAttention3()
+        self.progress = StepProgress()
         self.calls_in_forward = 0
         if fake:
             self.mode, self.arena = FakeTensorMode(), HostArena.for_tracing()
-            self.live = LiveBytes(FastFakes(self.mode))
+            self.live = LiveBytes(self.progress, FastFakes(self.mode))
         else:
-            self.mode, self.live = contextlib.nullcontext(), LiveBytes()
+            self.mode, self.live = contextlib.nullcontext(), LiveBytes(self.progress, call_lending)
             self.arena = HostArena.for_device(current_device())
 
     def run(self, groups: ProcessGroupCollection) -> StepTrace:
         """Build the learner and do one step."""
-        with self.mode, self.live:
-            learner = build_learner(self._build_model, self.config, groups)
-            # Of a step that is not the first: megatron-core makes moments at the end of that.
-            shards = list(learner.state.shards.shards(with_moments=True))
+        with self.mode, self.live, fsdp_categories():
+            with allocating(MemoryCategory.STATES):
+                learner = build_learner(self._build_model, self.config, groups, self.progress)
+                # Of a step that is not the first: megatron-core makes moments at the end of that.
+                shards = list(learner.state.shards.shards(with_moments=True))
             if self.config.optimization.optimizer_cpu_offload:
                 self._keep_on_host(learner, shards)
             del shards
             model_state_bytes = self.live.num_bytes
-            batches = _batches(self.config, groups)
+            with allocating(MemoryCategory.INPUTS):
+                batches = _batches(self.config, groups)
             learner.sharding.zero_grad()
             tokens = self.config.batch.tokens
             forward_backward(learner, batches, tokens, self._forward_step)
-            update(learner.sharding)
+            with self.progress.phase(Phase.OPTIMIZER):
+                update(learner.sharding)
         return self._result(learner.model, model_state_bytes)
 
-    def _build_model(self, config: RunConfig, groups: ProcessGroupCollection) -> UntiedGPTModel:
+    def _build_model(
+        self, config: RunConfig, groups: ProcessGroupCollection, progress: StepProgress
+    ) -> UntiedGPTModel:
         return build_model(
             config.model,
             config.parallel,
@@ -93,6 +105,7 @@ class StepTracer:
             groups,
             kernel=self.kernel,
             arena=self.arena,
+            progress=progress,
         )
 
     def _keep_on_host(self, learner: Learner, shards: list[Shard]) -> None:
@@ -168,6 +181,6 @@ def _batches(config: RunConfig, groups: ProcessGroupCollection) -> list[Batch]:
 def _sent_bytes(model: nn.Module) -> int:
     """Of all layers' exchanges, and of the ring that they share."""
     attention = [module for module in model.modules() if hasattr(module, "ulysses")]
-    ring = attention[0].parts.ring
+    ring = attention[0].context.ring
     sent = sum(module.ulysses.exchange.counter.sent_bytes for module in attention)
     return sent + (ring.counter.sent_bytes if ring is not None else 0)

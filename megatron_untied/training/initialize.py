@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,8 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_untied.checkpoint.random_state import seed_generators
 from megatron_untied.config import ParallelConfig
+from megatron_untied.config.run import DistributedConfig, RunConfig
 from megatron_untied.platform import device
-from megatron_untied.training.config import DistributedConfig, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,17 +81,18 @@ def make_groups(parallel: ParallelConfig, distributed: DistributedConfig) -> Pro
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
+class UserError(SystemExit):
+    """A user's mistake that one line explains; the line is its ``code``."""
+
+
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
     """Ends the process with a message instead of a traceback from every rank.
 
     For places where a ``ValueError``, a file that is missing or cannot be used, a missing optional
-    package or a loss that is not finite is due to what the user chose. The place where it was
-    raised is named, for the day when the mistake is ours.
+    package or a loss that is not finite is due to what the user chose.
     """
     try:
         yield
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{os.path.basename(place.filename)}:{place.lineno}"
-        raise SystemExit(f"error: {error} [{where}]") from error
+        raise UserError(f"error: {error}") from error

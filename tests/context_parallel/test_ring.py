@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_untied.config import ParallelConfig, RotaryConfig
+from megatron_untied.context_parallel.buffer_plan import Workspace
 from megatron_untied.context_parallel.head_schedule import head_schedule, legal_heads_per_chunk
-from megatron_untied.context_parallel.kernels import CpuFlash, Mask, Segments
-from megatron_untied.context_parallel.layout import SequenceLayout, ring_blocks
+from megatron_untied.context_parallel.kernels import Attended, CpuFlash, Mask, Qkv, Segments
 from megatron_untied.context_parallel.ring import Ring, RingAttention, merge, ring_steps
 from megatron_untied.context_parallel.self_attention import attention_backward, attention_forward
-from megatron_untied.context_parallel.untied import UntiedUlysses
-from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.context_parallel.sequence import SequenceLayout, ring_blocks
+from megatron_untied.context_parallel.ulysses import UntiedUlysses
 from megatron_untied.rope import RotaryTable
 from tests.context_parallel import reference
 from tests.context_parallel.kernels import plain
@@ -84,12 +84,15 @@ class Case:
         torch.manual_seed(h * g)
         q, k, v, d_out = (torch.randn(s, b, heads, D).to(dtype) for heads in (h, g, g, h))
         self.inputs, self.d_out = (q, k, v), d_out
-        self.documents = documents(s) if packed else None
+        self.mask = Mask(segments=documents(s) if packed else None, scale=SCALE)
         leaves = [x.double().clone().requires_grad_() for x in self.inputs]
         rotate = reference.rotate if rotated else torch.clone
-        mask = Mask(segments=self.documents)
-        out, _ = plain.attention(*map(rotate, leaves[:2]), leaves[2], mask, SCALE)
+        out, _ = plain.attention(*map(rotate, leaves[:2]), leaves[2], self.mask, SCALE)
         self.expected = [out.detach(), *torch.autograd.grad(out, leaves, d_out.double())]
+
+    def shard(self, layout) -> Qkv:
+        """q, k, v of this rank's tokens."""
+        return Qkv(*(layout.shard(x, dim=0) for x in self.inputs))
 
 
 def documents(s: int) -> tuple[Segments, Segments]:
@@ -106,13 +109,13 @@ def groups_of(group, num_ulysses):
     return made[0][ring_rank], made[1][ulysses_rank]
 
 
-def run_chunks(case, ulysses, attend, layout):
+def run_chunks(case, ulysses, attention, layout):
     """Output and gradients of this rank's tokens."""
-    q, k, v = (layout.shard(x, dim=0) for x in case.inputs)
-    rotary = RotaryTable(RotaryConfig(), D).at(layout.positions(len(q)))
-    out, lse = attention_forward(q, k, v, *rotary, ulysses, attend)
+    x = case.shard(layout)
+    rotary = RotaryTable(RotaryConfig(), D).at(layout.positions(len(x.q)))
+    y = attention_forward(x, rotary, ulysses, attention)
     d_out = layout.shard(case.d_out, dim=0)
-    return out, *attention_backward(d_out, q, k, v, out, lse, *rotary, ulysses, attend)
+    return y[0], *attention_backward(d_out, x, y, rotary, ulysses, attention)
 
 
 def relative_errors(case, results, layout):
@@ -130,13 +133,11 @@ def check_every_chunk_size(group, num_ulysses, geometries, block_size=3):
     for h, g in geometries:
         for packed in (False, True):
             case = Case(h, g, 2 * group.size() * block_size, packed=packed)
-            attend = RingAttention(
-                CpuFlash(), ring, workspace, documents=case.documents, scale=SCALE
-            )
+            attention = RingAttention(CpuFlash(), case.mask, ring, workspace)
             for chunk in legal_heads_per_chunk(h, num_ulysses):
                 schedule = head_schedule(h, g, num_ulysses, chunk, overlap=num_ulysses > 1)
                 ulysses = UntiedUlysses(schedule, D, ulysses_group, workspace)
-                results = run_chunks(case, ulysses, attend, layout)
+                results = run_chunks(case, ulysses, attention, layout)
                 for name, error in relative_errors(case, results, layout).items():
                     assert error < TOLERANCE, f"{name} of {h}/{g}, chunk {chunk}, {packed}: {error}"
 
@@ -153,26 +154,26 @@ def test_every_chunk_size_equals_plain_attention(num_ulysses, num_ring):
 
 def ring_results(case, ring, layout, workspace):
     """One call of ring attention on this rank's blocks, without any exchange of heads."""
-    attend = RingAttention(CpuFlash(), ring, workspace, documents=case.documents, scale=SCALE)
-    q, k, v = (layout.shard(x, dim=0) for x in case.inputs)
-    out, dq = torch.empty_like(q), torch.empty_like(q)
-    lse = attend.forward(q, k, v, out=out)
-    target = Sums(k)
+    attention = RingAttention(CpuFlash(), case.mask, ring, workspace)
+    x = case.shard(layout)
+    out, dq = torch.empty_like(x.q), torch.empty_like(x.q)
+    lse = attention.forward(x, out=out)
+    dkv = Accumulator(x.k)
     d_out = layout.shard(case.d_out, dim=0)
-    attend.backward(d_out, q, k, v, out, lse, dq=dq, target=target)
-    return out, dq, *target.sums
+    attention.backward(d_out, x, Attended(out, lse), dq=dq, dkv=dkv)
+    return out, dq, *dkv.sums
 
 
-class Sums:
-    """A GradientTarget in plain tensors, with sums in at least fp32."""
+class Accumulator:
+    """A KvAccumulator in plain tensors, with sums in at least fp32."""
 
     def __init__(self, like):
         wide = torch.promote_types(like.dtype, torch.float32)
         self.sums = [torch.zeros_like(like, dtype=wide) for _ in range(2)]
         self.made = [[torch.empty_like(like) for _ in range(2)] for _ in range(2)]
 
-    def buffers(self, index=0):
-        return self.made[index]
+    def scratch(self, which=0):
+        return self.made[which]
 
     def add(self, dk, dv, *, rows=None):
         for total, part in zip(self.sums, (dk, dv), strict=True):
@@ -255,18 +256,17 @@ def check_buffers_and_traffic(group):
     r, workspace, ring = group.size(), Workspace(), Ring(group)
     layout = SequenceLayout(num_ulysses=1, num_ring=r, rank=group.rank())
     case = Case(4, 2, 2 * r * 6, dtype=torch.bfloat16)
-    q, k, v = (layout.shard(x, dim=0) for x in case.inputs)
-    attend = RingAttention(CpuFlash(), ring, workspace, documents=None, scale=SCALE)
-    out = torch.empty_like(q)
-    lse = attend.forward(q, k, v, out=out)
+    x = case.shard(layout)
+    attention, out = RingAttention(CpuFlash(), case.mask, ring, workspace), torch.empty_like(x.q)
+    y = Attended(out, attention.forward(x, out=out))
     sent = ring.counter.sent_bytes
     before = workspace.num_allocations, workspace.num_bytes
-    assert before[1] == 2 * size(q) + min(r - 1, 3) * 2 * size(k)
-    attend.backward(out, q, k, v, out, lse, dq=torch.empty_like(q), target=Sums(k))
+    assert before[1] == 2 * size(x.q) + min(r - 1, 3) * 2 * size(x.k)
+    attention.backward(out, x, y, dq=torch.empty_like(x.q), dkv=Accumulator(x.k))
     assert (workspace.num_allocations, workspace.num_bytes) == before
     total = torch.tensor([sent, ring.counter.sent_bytes - sent])
     dist.all_reduce(total, group=group)
-    relayed = r * (r - 1) * 2 * size(k)
+    relayed = r * (r - 1) * 2 * size(x.k)
     assert total.tolist() == [relayed * 3 // 4, 2 * relayed * 3 // 4]
 
 

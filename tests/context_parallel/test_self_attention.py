@@ -10,7 +10,7 @@ from megatron_untied.backends import choose_backend
 from megatron_untied.config import ParallelConfig, Precision
 from megatron_untied.context_parallel.head_schedule import legal_heads_per_chunk
 from megatron_untied.context_parallel.kernels import CpuFlash
-from megatron_untied.model import attention_parts, layer_submodules, transformer_config
+from megatron_untied.model import attention_context, layer_submodules, transformer_config
 from tests.context_parallel import reference
 from tests.distributed import rank_shard, run_on_ranks
 from tests.models import parallel_groups, tiny
@@ -22,7 +22,7 @@ TOLERANCE = 1e-6
 def attention_module(config, parallel: ParallelConfig, groups: ProcessGroupCollection):
     transformer = transformer_config(config, parallel, Precision())
     transformer.params_dtype = torch.float64
-    parts = attention_parts(config, parallel, groups, CpuFlash())
+    parts = attention_context(config, parallel, groups, CpuFlash())
     spec = layer_submodules(transformer, choose_backend("local", "RMSNorm"), parts)
     module = build_module(
         spec.self_attention, config=transformer, layer_number=1, pg_collection=groups

@@ -3,6 +3,7 @@ import struct
 
 import numpy as np
 import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_untied.data.indexed_files import open_indexed_files
 from tests.data.corpus import write_token_files
@@ -91,6 +92,16 @@ def test_rejects_an_index_of_no_documents(prefix):
         file.write(header + struct.pack("<q", 0))
     with pytest.raises(ValueError, match="holds no documents"):
         open_indexed_files(prefix)
+
+
+def test_rejects_documents_of_several_sequences(tmp_path):
+    """Sentences, say: samples are made of sequences in another order, which would scatter them."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "data.bin"), dtype=np.uint16)
+    builder.add_document(np.arange(6), [3, 1, 2])
+    builder.add_document(np.arange(4), [4])
+    builder.finalize(str(tmp_path / "data.idx"))
+    with pytest.raises(ValueError, match="has 4 sequences in 2 documents"):
+        open_indexed_files(str(tmp_path / "data"))
 
 
 def test_rejects_tokens_outside_the_vocabulary(prefix):

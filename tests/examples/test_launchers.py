@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from megatron_untied.training.arguments import parse_arguments, parse_flags
+from megatron_untied.cli.arguments import parse_arguments, parse_flags
 from tests.examples.launching import (
     EXAMPLES,
     LAUNCHERS,
@@ -57,6 +57,8 @@ def test_a_dry_run_plans_for_the_nodes_it_is_meant_for(launcher, nodes, tokens, 
     assert config.batch.seq_length == tokens
     assert config.data.mock_data
     assert not list(tmp_path.iterdir())
+    assert config.loop.exit_signal_handler
+    assert config.memory.cpu_offloading_num_layers == config.model.num_layers
 
 
 @pytest.fixture
@@ -92,6 +94,23 @@ def test_nodes_meet_where_the_variables_say(without_plan):
     )
 
 
+def test_a_dry_run_without_the_nodes_name_says_what_stands_for_it(without_plan):
+    done = run("bash", EXAMPLES / LAUNCHERS[1], "--dry-run", **without_plan)
+    options = torchrun_command(done.stdout).options
+    assert option(options, "--master-addr") == "MASTER_ADDR"
+    assert option(options, "--node-rank") == "NODE_RANK"
+    assert "this command works once MASTER_ADDR NODE_RANK in it are replaced" in done.stdout
+    told = {"MASTER_ADDR": "node4", "NODE_RANK": "0"}
+    done = run("bash", EXAMPLES / LAUNCHERS[1], "--dry-run", **told, **without_plan)
+    assert "are replaced" not in done.stdout
+
+
+def test_further_flags_come_last(without_plan):
+    further = ["--save", "mine", "--lr", "1"]
+    done = run("bash", EXAMPLES / LAUNCHERS[0], "--dry-run", *further, **without_plan)
+    assert torchrun_command(done.stdout).flags[-4:] == further
+
+
 def test_fine_tuning_starts_from_the_converted_checkpoint_and_goes_on_from_its_own(
     without_plan, tmp_path
 ):
@@ -115,9 +134,15 @@ def test_fine_tuning_starts_from_the_converted_checkpoint_and_goes_on_from_its_o
         (0, ["c", "t", "k", "d", "more"], {}, "'more' is no path that a launcher takes"),
         (0, ["c", "t", "MOCK", "corpus"], {}, "DATA corpus needs the TOKENIZER that made it"),
         (1, [], {}, "2 nodes meet at MASTER_ADDR, which is not set"),
+        (1, [], {"MASTER_ADDR": "node0"}, "NODE_RANK is not set; give each of the 2 nodes its own"),
+        (1, [], {"MASTER_ADDR": "node0", "NODE_RANK": "2"},
+         "NODE_RANK '2' is not an integer from 0 to 1"),
+        (0, [], {"NNODES": "0"}, "NNODES '0' is not an integer from 1 to 100000"),
+        (0, [], {"GPUS_PER_NODE": "eight"}, "GPUS_PER_NODE 'eight' is not an integer from 1"),
+        (0, [], {"MASTER_PORT": "99999"}, "MASTER_PORT '99999' is not an integer from 1 to 65535"),
         (2, ["nowhere"], {}, "no checkpoint in nowhere; tools/convert_checkpoint.py"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_one_line(launcher, arguments, variables, message):
     done = run("bash", EXAMPLES / LAUNCHERS[launcher], *arguments, **variables)
     assert done.returncode == 1

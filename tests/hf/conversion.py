@@ -8,11 +8,12 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron_untied.checkpoint import load_checkpoint
-from megatron_untied.context_parallel.layout import SequenceLayout
+from megatron_untied.config.run import RunConfig
+from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.hf import Export, Import
-from megatron_untied.training.config import RunConfig
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import make_groups
-from megatron_untied.training.learner import build_learner
+from megatron_untied.training.state import build_learner
 from tests.hf.families import VOCAB_SIZE
 from tests.training.command_line import TINY, tiny_config
 
@@ -53,7 +54,7 @@ def logits_and_loss(group, checkpoints: Path, text: Tensor, **changes: object):
     config = config_of(group.size(), checkpoints, **changes)
     groups = make_groups(config.parallel, config.distributed)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    learner = build_learner(pretrain_gpt.model_provider, config, groups)
+    learner = build_learner(pretrain_gpt.model_provider, config, groups, StepProgress())
     load_checkpoint(config.checkpoint, learner.state, seed=1)
     layout = SequenceLayout.of(config.parallel, rank=groups.cp.rank())
     tokens, labels = layout.shard(text[:, :-1]), layout.shard(text[:, 1:])

@@ -14,9 +14,10 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from megatron_untied.config import ModelConfig
+from megatron_untied.config.run import RunConfig
 from megatron_untied.model import transformer_config
-from megatron_untied.training.config import RunConfig
-from megatron_untied.training.optimizer import MegatronSharding, build_scheduler
+from megatron_untied.sharding.zero1 import MegatronSharding, build_scheduler
+from megatron_untied.step_progress import StepProgress
 
 
 def named(name: str) -> ModuleSpec:
@@ -64,7 +65,7 @@ def forward_step(batches, model):
 
 def train(model: GPTModel, config: RunConfig, groups, steps: list[list[dict]]) -> list[float]:
     """The loss of each step; a step is a list of micro-batches of whole sequences."""
-    sharding = MegatronSharding(lambda *_: model, config, groups)
+    sharding = MegatronSharding(lambda *_: model, config, groups, StepProgress())
     model.config.finalize_model_grads_func = finalize_model_grads
     scheduler = build_scheduler(sharding, config)
     losses = []

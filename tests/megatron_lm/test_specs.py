@@ -143,10 +143,10 @@ def test_positions_may_be_none():
 def check_sharing(group):
     models = [built(named("untied_spec")) for _ in range(2)]
     for model in models:
-        first, second = (layer.self_attention.parts for layer in model.decoder.layers)
+        first, second = (layer.self_attention.context for layer in model.decoder.layers)
         assert first is second
         forward(model)
-    first, second = (model.decoder.layers[0].self_attention.parts for model in models)
+    first, second = (model.decoder.layers[0].self_attention.context for model in models)
     assert first.workspace is not second.workspace
 
 

@@ -8,8 +8,9 @@ import torch
 import pretrain_gpt
 from megatron_untied.config import MemoryConfig, RotaryConfig
 from megatron_untied.megatron_lm import untied_layer_spec
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import initialize
-from megatron_untied.training.learner import build_learner
+from megatron_untied.training.state import build_learner
 from megatron_untied.training.step import train_step
 from tests.distributed import run_on_ranks
 from tests.megatron_lm.stock import named, stock_config, stock_model, train
@@ -47,7 +48,7 @@ def steps(config):
 
 
 def our_losses(config, groups):
-    learner = build_learner(pretrain_gpt.model_provider, config, groups)
+    learner = build_learner(pretrain_gpt.model_provider, config, groups, StepProgress())
     results = [
         train_step(
             learner,

@@ -1,8 +1,8 @@
 """Runs and machines to plan."""
 
-from megatron_untied.planner.flags import parse_question
+from megatron_untied.cli.planner_flags import parse_question
+from megatron_untied.config.run import RunConfig
 from megatron_untied.planner.machine import Machine, read_gpus
-from megatron_untied.training.config import RunConfig
 
 
 def run_config(flags: str, *, world_size: int = 8) -> RunConfig:
@@ -12,5 +12,6 @@ def run_config(flags: str, *, world_size: int = 8) -> RunConfig:
 
 
 def machine(**changes) -> Machine:
-    """A node of eight GPUs of 80 GiB."""
-    return Machine(**{"gpu": read_gpus()["h100-80"], "gpu_memory_gib": 80} | changes)
+    """A node of eight GPUs of 80 GiB and 2 TiB."""
+    usual = {"gpu": read_gpus()["h100-80"], "gpu_memory_gib": 80, "host_memory_gib": 2048}
+    return Machine(**usual | changes)

@@ -68,7 +68,7 @@ def test_hooks_on_the_output_see_its_gradient_or_are_refused():
 
 def check_no_grad(group):
     model, layers = streamed_layers(GROUPS, num_layers=2)
-    stash = layers[0].streaming.stash
+    stash = layers[0].streaming.store
     expected = run(layers, some_input()).detach().clone()
     assert stash.arena.used_bytes == 0  # the graph is gone, and what it held with it
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_the_residual_is_one_storage_and_autograd_notices_who_saved_it():
 
 def check_attention_runs(group, memory, forwards_per_layer):
     model, layers = streamed_layers(memory, num_layers=4)
-    kernel = layers[0].self_attention.parts.kernel
+    kernel = layers[0].self_attention.context.kernel
     calls = 0
     forward = kernel.forward
 

@@ -27,7 +27,7 @@ def loss_and_gradients(model, data, layout):
 def check_equals_autograd(group, config, parallel, memories, b=2, s=24):
     groups, data = parallel_groups(parallel), batch(config, s, b)
     plain = make_model(config, parallel, groups=groups)
-    layout = plain.decoder.layers[0].self_attention.parts.layout
+    layout = plain.decoder.layers[0].self_attention.context.layout
     expected_loss, expected = loss_and_gradients(plain, data, layout)
     for memory in memories:
         streamed = make_model(config, parallel, memory, groups=groups)
@@ -114,7 +114,7 @@ def check_late_copies(group, memories, overlap):
             make_model(config, parallel, memory, groups=groups, arena=arena)
             for arena in (None, late)
         ]
-        layout = models[0].decoder.layers[0].self_attention.parts.layout
+        layout = models[0].decoder.layers[0].self_attention.context.layout
         for _ in range(2):
             (loss, expected), (late_loss, gradients) = (
                 loss_and_gradients(model, data, layout) for model in models

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_untied.tracing.fast_fakes import FastFakes
+from megatron_untied.phases import Phase
+from megatron_untied.step_progress import StepProgress
+from megatron_untied.tracing.fake_tensor_cache import FastFakes
 from megatron_untied.tracing.live_bytes import LiveBytes
 
 MIB = 2**20
@@ -15,9 +17,9 @@ MIB = 2**20
 def modes(kind):
     """The mode in which tensors are made, and the count of them."""
     if kind == "real":
-        return contextlib.nullcontext(), LiveBytes()
+        return contextlib.nullcontext(), LiveBytes(StepProgress())
     mode = FakeTensorMode()
-    return mode, LiveBytes(FastFakes(mode) if kind == "fast" else None)
+    return mode, LiveBytes(StepProgress(), FastFakes(mode) if kind == "fast" else None)
 
 
 @pytest.fixture(params=["real", "fake", "fast"])
@@ -38,7 +40,7 @@ def test_memory_counts_as_long_as_anything_holds_it(live):
     assert live.num_bytes == 3 * MIB
     del view
     assert live.num_bytes == 0
-    assert live.peaks["set-up"].num_bytes == 3 * MIB
+    assert live.peaks[Phase.SETUP].num_bytes == 3 * MIB
 
 
 def test_views_and_writes_in_place_take_nothing(live):
@@ -47,7 +49,7 @@ def test_views_and_writes_in_place_take_nothing(live):
     x[: len(x) // 2].mul_(x[len(x) // 2 :])
     torch.unbind(x.view(4, -1))
     torch.mul(x, x, out=x)
-    assert live.peaks["set-up"].num_bytes == MIB
+    assert live.peaks[Phase.SETUP].num_bytes == MIB
 
 
 def test_a_result_counts_once_however_often_it_was_seen(live):
@@ -56,7 +58,7 @@ def test_a_result_counts_once_however_often_it_was_seen(live):
         y = x + 1
         z = y.to(torch.bfloat16)
     assert live.num_bytes == 2 * MIB + MIB // 2
-    assert live.peaks["set-up"].num_bytes == 3 * MIB + MIB // 2  # y's successor beside y and z
+    assert live.peaks[Phase.SETUP].num_bytes == 3 * MIB + MIB // 2  # y's successor beside y and z
     del y, z
 
 
@@ -112,9 +114,10 @@ def test_memory_can_be_the_hosts(live):
 
 
 def test_the_cause_of_a_peak_is_named():
-    from megatron_untied.context_parallel.workspace import Workspace
+    from megatron_untied.context_parallel.buffer_plan import Buffer, Workspace
 
-    with LiveBytes() as live:
-        buffer = Workspace().take("q", MIB // 4, like=torch.empty(0))
-    assert live.peaks["set-up"].by_cause == {"workspace: q": MIB}
+    with LiveBytes(StepProgress()) as live:
+        queries = Buffer(name="q", memory="q", numel=MIB // 4, dtype=torch.float32)
+        buffer = Workspace().take(queries, torch.device("cpu"))
+    assert live.peaks[Phase.SETUP].by_cause == {"workspace: q": MIB}
     del buffer

@@ -126,6 +126,18 @@ def test_packed_documents_are_trained_on_alike(tmp_path):
     assert joined[0]["lm_loss"] != pytest.approx(one_rank[0]["lm_loss"], rel=1e-4)
 
 
+def test_documents_without_an_end_of_document_are_trained_on_alone(tmp_path):
+    """The .idx knows them: not one of their tokens ends a document."""
+    documents = [ids[:-1] for ids in random_documents(300, vocab_size=250, eod=250)]
+    data = {"mock_data": None, "data_path": write_token_files(tmp_path / "tokens", documents),
+            "train_iters": 3}  # fmt: skip
+    packed = data | {"reset_position_ids": True, "dataloader_inter_document_masking": True}
+    one_rank = curve(tmp_path / "one", 1, **packed)
+    require_same(curve(tmp_path / "cp2", 2, **CONTEXT, **STREAMED, **packed), one_rank)
+    joined = curve(tmp_path / "joined", 1, **data)
+    assert joined[0]["lm_loss"] != pytest.approx(one_rank[0]["lm_loss"], rel=1e-4)
+
+
 def test_windows_are_trained_alike(tmp_path):
     window = {"window_size": "9,0", "train_iters": 3}
     one_rank = curve(tmp_path / "one", 1, **window)

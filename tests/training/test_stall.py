@@ -5,8 +5,9 @@ import time
 import pytest
 
 import pretrain_gpt
+from megatron_untied.phases import Phase
 from megatron_untied.training.initialize import read_launch
-from megatron_untied.training.pretrain import pretrain
+from megatron_untied.training.loop import pretrain
 from tests.launched import launch
 from tests.training.command_line import tiny_config
 
@@ -14,11 +15,10 @@ TIMEOUT_MINUTES = 0.2  # longer than a busy machine lets a rank wait for its tur
 
 
 def train_until_one_sleeps(rank: int, sleeper: int, place: tuple, flags: dict) -> None:
-    def model_provider(config, groups):
-        model = pretrain_gpt.model_provider(config, groups)
+    def model_provider(config, groups, progress):
+        model = pretrain_gpt.model_provider(config, groups, progress)
         if rank == sleeper:
-            parts = model.attention_parts
-            fall_asleep_at(place, parts.kernel, parts.progress)
+            fall_asleep_at(place, model.attention_context.kernel, progress)
         return model
 
     launched = read_launch()
@@ -37,7 +37,7 @@ def fall_asleep_at(place: tuple, kernel, progress) -> None:
 
     def sleepy(*arguments) -> None:
         here = progress.reached()
-        if (here.step, here.doing, here.layer, here.chunk) == place:
+        if (here.step, here.phase, here.layer, here.chunk) == place:
             time.sleep(1000)
         backward(*arguments)
 
@@ -71,13 +71,13 @@ SELECTIVE = {"recompute_granularity": "selective"}
 def test_the_others_name_the_rank_the_layer_and_the_chunk(tmp_path, ranks, sleeper, flags):
     flags = {"context_parallel_size": ranks, "global_batch_size": 2} | flags
     others = [rank for rank in range(ranks) if rank != sleeper]
-    place = "iteration 2", "backward", 0, 1
+    place = "iteration 2", Phase.ATTENTION_BACKWARD, 0, 1
     said = launch(
         train_until_one_sleeps, ranks, tmp_path, sleeper, place, flags, wait_for=others, timeout=90
     )
     expected = (
         f"error: rank {sleeper} did not arrive, rank {sleeper} last at iteration 2, "
-        "micro-batch 1 of 2, backward, layer 1 of 2, chunk 2"
+        "micro-batch 1 of 2, attention backward, layer 1 of 2, chunk 2"
     )
     for rank in others:
         assert expected in said[rank], said[rank]

@@ -7,11 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pretrain_gpt
-from megatron_untied.context_parallel.layout import SequenceLayout
-from megatron_untied.training.batch import Batch
+from megatron_untied.context_parallel.sequence import SequenceLayout
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import Launch, initialize
-from megatron_untied.training.learner import Learner, build_learner
-from megatron_untied.training.pretrain import pretrain
+from megatron_untied.training.loop import pretrain
+from megatron_untied.training.state import Learner, build_learner
+from megatron_untied.training.step import Batch
 from tests.training.command_line import tiny_config
 
 
@@ -31,7 +32,7 @@ def learner_on(group: dist.ProcessGroup, **changes: object) -> Learner:
     """The tiny model and its optimizer, without data."""
     config = tiny_config(group.size(), **changes)
     groups = initialize(config, launch_of(group))
-    return build_learner(pretrain_gpt.model_provider, config, groups)
+    return build_learner(pretrain_gpt.model_provider, config, groups, StepProgress())
 
 
 def launch_of(group: dist.ProcessGroup) -> Launch:

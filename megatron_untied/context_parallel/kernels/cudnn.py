@@ -4,13 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_untied.context_parallel.kernels.cut import Call, Limits
-from megatron_untied.context_parallel.kernels.kernel import (
-    AttentionKernel,
-    BackwardTensors,
-    ForwardTensors,
-)
+from megatron_untied.context_parallel.kernels.kernel import AttentionKernel
+from megatron_untied.context_parallel.kernels.split_calls import Call, Limits
+from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads, bhsd, sbhd
 
 
 class Cudnn(AttentionKernel):
@@ -32,25 +30,27 @@ class Cudnn(AttentionKernel):
         super().__init__()
         self.operators = operators or torch.ops.aten
 
+    @override
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        """See :class:`.AttentionKernel`."""
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
             return "an Ampere or newer GPU"
         return None if torch.backends.cudnn.is_available() else "cuDNN"
 
-    def _forward(self, x: ForwardTensors, call: Call, scale: float) -> Tensor:
-        out, lse, *_ = self.operators._scaled_dot_product_cudnn_attention(
-            *map(_bhsd, (x.q, x.k, x.v)), None, True, 0.0, call.causal, False, scale=scale
+    @override
+    def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
+        result, lse, *_ = self.operators._scaled_dot_product_cudnn_attention(
+            *map(bhsd, x), None, True, 0.0, call.causal, False, scale=call.scale
         )
-        x.out.copy_(_sbhd(out))
-        return lse.view(lse.shape[:3])  # it has a fourth dimension of 1
+        out.copy_(sbhd(result))
+        return lse.view(lse.shape[:3])  # [b, h, s, 1] -> [b, h, s]
 
-    def _backward(self, x: BackwardTensors, call: Call, scale: float) -> None:
+    @override
+    def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
         no_dropout = (torch.zeros((), dtype=torch.int64, device=x.q.device) for _ in range(2))
         gradients = self.operators._scaled_dot_product_cudnn_attention_backward(
-            *map(_bhsd, (x.d_out, x.q, x.k, x.v, x.out)),
-            x.lse[..., None],
+            *map(bhsd, (d_out, *x, y.out)),
+            y.lse[..., None],
             *no_dropout,
             None,  # attention bias
             None,  # cumulative lengths
@@ -59,15 +59,7 @@ class Cudnn(AttentionKernel):
             len(x.k),
             0.0,
             call.causal,
-            scale=scale,
+            scale=call.scale,
         )
-        for result, gradient in zip((x.dq, x.dk, x.dv), gradients, strict=True):
-            result.copy_(_sbhd(gradient))
-
-
-def _bhsd(x: Tensor) -> Tensor:
-    return x.permute(1, 2, 0, 3)  # [s, b, heads, d] -> [b, heads, s, d]
-
-
-def _sbhd(x: Tensor) -> Tensor:
-    return x.permute(2, 0, 1, 3)  # [b, heads, s, d] -> [s, b, heads, d]
+        for result, gradient in zip(into, gradients, strict=True):
+            result.copy_(sbhd(gradient))

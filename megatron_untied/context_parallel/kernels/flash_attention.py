@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_untied.context_parallel.kernels.cut import Call, Limits
-from megatron_untied.context_parallel.kernels.kernel import (
-    AttentionKernel,
-    BackwardTensors,
-    ForwardTensors,
-)
+from megatron_untied.context_parallel.kernels.kernel import AttentionKernel
+from megatron_untied.context_parallel.kernels.split_calls import Call, Limits
+from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads
 
 _HALF = torch.bfloat16, torch.float16
 
@@ -49,26 +47,26 @@ class FlashAttention3(AttentionKernel):
             operators = torch.ops.flash_attn_3
         self.operators = operators
 
+    @override
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        """See :class:`.AttentionKernel`."""
         if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
             return "a Hopper GPU"
         return _missing_package("flash_attn_interface", "FlashAttention-3")
 
-    def _forward(self, x: ForwardTensors, call: Call, scale: float) -> Tensor:
-        q, k, v, out = (_flat(each, call) for each in x)
+    @override
+    def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
+        q, k, v, out = (_flat(each, call) for each in (*x, out))
         # Left to choose, it may split the keys and allocate an fp32 output for each part.
         options = _segments(call, q.device) | _mask(call) | {"num_splits": 1}
-        _, lse, *_ = self.operators.fwd(q, k, v, out=out, softmax_scale=scale, **options)
+        _, lse, *_ = self.operators.fwd(q, k, v, out=out, softmax_scale=call.scale, **options)
         return lse.view(-1, x.q.shape[2], len(x.q))
 
-    def _backward(self, x: BackwardTensors, call: Call, scale: float) -> None:
-        d_out, q, k, v, out, lse, dq, dk, dv = _flat_backward(x, call)
-        options = _segments(call, q.device) | _mask(call) | {"seqused_q": None, "seqused_k": None}
-        self.operators.bwd(
-            d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, softmax_scale=scale, **options
-        )
+    @override
+    def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
+        reads, (dq, dk, dv) = _flat_reads(d_out, x, y, call), (_flat(g, call) for g in into)
+        options = _segments(call, dq.device) | _mask(call) | {"seqused_q": None, "seqused_k": None}
+        self.operators.bwd(*reads, dq=dq, dk=dk, dv=dv, softmax_scale=call.scale, **options)
 
 
 class FlashAttention2(AttentionKernel):
@@ -94,14 +92,15 @@ class FlashAttention2(AttentionKernel):
         super().__init__()
         self.module = module or importlib.import_module("flash_attn.flash_attn_interface")
 
+    @override
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        """See :class:`.AttentionKernel`."""
         return _missing_gpu(device) or _missing_package("flash_attn", "flash-attn")
 
-    def _forward(self, x: ForwardTensors, call: Call, scale: float) -> Tensor:
-        q, k, v, out = (_flat(each, call) for each in x)
-        options = self._options(call, scale) | {"return_softmax": False}
+    @override
+    def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
+        q, k, v, out = (_flat(each, call) for each in (*x, out))
+        options = self._options(call) | {"return_softmax": False}
         if call.run is None:
             result, lse, *_ = self.module._wrapped_flash_attn_forward(q, k, v, **options)
         else:
@@ -110,9 +109,10 @@ class FlashAttention2(AttentionKernel):
         out.copy_(result)
         return lse.view(-1, x.q.shape[2], len(x.q))
 
-    def _backward(self, x: BackwardTensors, call: Call, scale: float) -> None:
-        tensors = _flat_backward(x, call)
-        options = self._options(call, scale) | {"deterministic": False}
+    @override
+    def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
+        tensors = *_flat_reads(d_out, x, y, call), *(_flat(g, call) for g in into)
+        options = self._options(call) | {"deterministic": False}
         if call.run is None:
             self.module._wrapped_flash_attn_backward(*tensors, **options)
         else:
@@ -120,11 +120,11 @@ class FlashAttention2(AttentionKernel):
             self.module._wrapped_flash_attn_varlen_backward(*tensors, **options)
 
     @staticmethod
-    def _options(call: Call, scale: float) -> dict[str, Any]:
+    def _options(call: Call) -> dict[str, Any]:
         mask = _mask(call)
         mask["causal"] = mask.pop("is_causal")
         return mask | {
-            "softmax_scale": scale,
+            "softmax_scale": call.scale,
             "dropout_p": 0.0,
             "softcap": 0.0,
             "alibi_slopes": None,
@@ -142,28 +142,30 @@ class TorchFlash(AttentionKernel):
         super().__init__()
         self.operators = operators or torch.ops.aten
 
+    @override
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        """See :class:`.AttentionKernel`."""
         return _missing_gpu(device)
 
-    def _forward(self, x: ForwardTensors, call: Call, scale: float) -> Tensor:
-        q, k, v, out = (_flat(each, call) for each in x)
+    @override
+    def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
+        q, k, v, out = (_flat(each, call) for each in (*x, out))
         lengths, window = self._lengths(x.q, x.k, call), self._window(call)
         lse = self.operators._flash_attention_forward_no_dropout_inplace(
-            out, q, k, v, *lengths, 0.0, call.causal, False, scale=scale, **window
+            out, q, k, v, *lengths, 0.0, call.causal, False, scale=call.scale, **window
         )
         return lse.view(-1, x.q.shape[2], len(x.q))
 
-    def _backward(self, x: BackwardTensors, call: Call, scale: float) -> None:
-        *reads, dq, dk, dv = _flat_backward(x, call)
+    @override
+    def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
+        reads = _flat_reads(d_out, x, y, call)
         lengths, window = self._lengths(x.q, x.k, call), self._window(call)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=x.q.device), x.q.new_empty(0)
         gradients = self.operators._flash_attention_backward(
-            *reads, *lengths, 0.0, call.causal, *no_dropout, scale=scale, **window
+            *reads, *lengths, 0.0, call.causal, *no_dropout, scale=call.scale, **window
         )
-        for result, gradient in zip((dq, dk, dv), gradients, strict=True):
-            result.copy_(gradient)
+        for result, gradient in zip(into, gradients, strict=True):
+            _flat(result, call).copy_(gradient)
 
     @staticmethod
     def _lengths(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None, int, int]:
@@ -181,9 +183,10 @@ def _flat(x: Tensor, call: Call) -> Tensor:
     return x.transpose(0, 1) if call.run is None else x.squeeze(1)
 
 
-def _flat_backward(x: BackwardTensors, call: Call) -> list[Tensor]:
-    lse = x.lse if call.run is None else x.lse.squeeze(0)  # [b, h, s] or [h, tokens]
-    return [lse if each is x.lse else _flat(each, call) for each in x]
+def _flat_reads(d_out: Tensor, x: Qkv, y: Attended, call: Call) -> list[Tensor]:
+    """dO, q, k, v, out and the log-sum-exp, in the order that all three backwards take them."""
+    lse = y.lse if call.run is None else y.lse.squeeze(0)  # [b, h, s] or [h, tokens]
+    return [*(_flat(each, call) for each in (d_out, *x, y.out)), lse]
 
 
 def _segments(call: Call, device: torch.device) -> dict[str, Tensor | int | None]:

@@ -3,13 +3,14 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron_untied.context_parallel.kernels.cut import Call, Limits, Shape, cut
 from megatron_untied.context_parallel.kernels.mask import Mask
+from megatron_untied.context_parallel.kernels.split_calls import Call, Limits, Shape, split_calls
+from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads
 
 
 @dataclass(slots=True)
@@ -21,29 +22,6 @@ class KernelCounter:
     flops: int = 0
     """Of its matrix products, a multiply and an add counted as two: two products in a forward,
     five in a backward, over the pairs of queries and keys that see each other."""
-
-
-class ForwardTensors(NamedTuple):
-    """What one call reads, and where it writes."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-
-
-class BackwardTensors(NamedTuple):
-    """What the backward of one call reads, and where it writes. ``lse`` is contiguous."""
-
-    d_out: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
 
 
 class AttentionKernel(ABC):
@@ -64,80 +42,58 @@ class AttentionKernel(ABC):
         """What there would have to be for it to run on ``device``; None if it is all there."""
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, mask: Mask, scale: float
-    ) -> Tensor:
-        """Write softmax(scale q k^T) v into ``out``; returns the log-sum-exp [b, h, s_q].
+    def forward(self, x: Qkv, *, out: Tensor, mask: Mask) -> Tensor:
+        """Write softmax(scale q k^T) v into ``out`` [s_q, b, h, d]; returns lse [b, h, s_q].
 
         Raises:
             ValueError: for layouts and sizes that the kernel cannot take.
         """
-        self.limits.check_layout(q=q, k=k, v=v, out=out)
-        shape = Shape.of(q, k)
+        self.limits.check_layout(**x._asdict(), out=out)
+        shape = Shape.of(x)
         self.counter.forward_calls += 1
         self.counter.flops += _product_flops(shape, mask, products=2)
-        calls = cut(shape, mask, self.limits)
+        calls = split_calls(shape, mask, self.limits)
         leaves_rows = _leaves_rows(calls, shape)
         if len(calls) == 1 and not leaves_rows:
-            return self._forward(ForwardTensors(q, k, v, out), calls[0], scale)
+            return self._forward(x, out, calls[0])
         if leaves_rows:
-            out.zero_()
-        lse_dtype = torch.promote_types(q.dtype, torch.float32)
-        lse = q.new_full((shape.b, shape.h, shape.num_queries), -torch.inf, dtype=lse_dtype)
+            out.zero_()  # no call writes the rows of queries that see no key
+        lse_dtype = torch.promote_types(x.q.dtype, torch.float32)
+        lse = x.q.new_full((shape.b, shape.h, shape.num_queries), -torch.inf, dtype=lse_dtype)
         for call in calls:
-            its_q, its_out = map(call.of_queries, (q, out))
-            tensors = ForwardTensors(its_q, *map(call.of_keys, (k, v)), its_out)
-            call.of_lse(lse).copy_(self._forward(tensors, call, scale))
+            call.of_lse(lse).copy_(self._forward(call.of(x), call.of_queries(out), call))
         return lse
 
-    def backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        mask: Mask,
-        scale: float,
-    ) -> None:
-        """Write the gradients into ``dq``, ``dk``, ``dv``.
+    def backward(self, d_out: Tensor, x: Qkv, y: Attended, *, into: QkvGrads, mask: Mask) -> None:
+        """Write the gradients of q, k, v into ``into``, given that of the output [s_q, b, h, d].
 
-        ``dq`` may be ``d_out``, if every query sees a key.
-
-        ``out`` and ``lse`` are those of all keys that the queries see, which may be more than the
-        ``k`` of this call: then the gradients are this call's part of a sum.
+        ``into.dq`` may be ``d_out``, if every query sees a key. ``y`` is of all keys that the
+        queries see, which may be more than those of ``x``: then the gradients are this call's
+        part of a sum.
 
         Raises:
             ValueError: for layouts and sizes that the kernel cannot take.
         """
-        self.limits.check_layout(d_out=d_out, q=q, k=k, v=v, out=out, dq=dq, dk=dk, dv=dv)
-        shape = Shape.of(q, k)
+        self.limits.check_layout(**x._asdict(), d_out=d_out, out=y.out, **into._asdict())
+        shape = Shape.of(x)
         self.counter.backward_calls += 1
         self.counter.flops += _product_flops(shape, mask, products=5)
-        calls = cut(shape, mask, self.limits)
+        calls = split_calls(shape, mask, self.limits)
         if _leaves_rows(calls, shape):
-            assert not torch._C._is_alias_of(dq, d_out), "dO would be gone before it is read"
-            for gradient in (dq, dk, dv):
-                gradient.zero_()
+            assert not torch._C._is_alias_of(into.dq, d_out), "dO would be gone before it is read"
+            for gradient in into:
+                gradient.zero_()  # no call writes rows that see nothing or that nothing sees
         for call in calls:
-            its_d_out, its_q, its_out, its_dq = map(call.of_queries, (d_out, q, out, dq))
-            its_k, its_v, its_dk, its_dv = map(call.of_keys, (k, v, dk, dv))
-            its_lse = call.of_lse(lse).contiguous()
-            reads = its_d_out, its_q, its_k, its_v, its_out, its_lse
-            self._backward(BackwardTensors(*reads, its_dq, its_dk, its_dv), call, scale)
+            call_y = Attended(call.of_queries(y.out), call.of_lse(y.lse).contiguous())
+            self._backward(call.of_queries(d_out), call.of(x), call_y, call.of(into), call)
 
     @abstractmethod
-    def _forward(self, x: ForwardTensors, call: Call, scale: float) -> Tensor:
-        """One call: ``x`` are its parts of the tensors; returns its [b, h, s_q]."""
+    def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
+        """One call on its parts of the tensors; returns its log-sum-exp [b, h, s_q]."""
 
     @abstractmethod
-    def _backward(self, x: BackwardTensors, call: Call, scale: float) -> None:
-        """The backward of one call. ``x.dq`` may be ``x.d_out``: it is written last."""
+    def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
+        """The backward of one call. ``into.dq`` may be ``d_out``: write it last."""
 
 
 def _product_flops(shape: Shape, mask: Mask, *, products: int) -> int:

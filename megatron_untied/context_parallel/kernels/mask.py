@@ -1,4 +1,4 @@
-"""Which keys a query sees, as cumulative lengths: never a matrix."""
+"""Which keys a query sees, as cumulative lengths: no s x s mask exists."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mask:
-    """Which keys a query sees.
+    """Which keys a query sees, and what their scores are multiplied by.
 
     Raises:
         ValueError: for a window that is not positive or not causal.
@@ -136,6 +136,8 @@ class Mask:
     """The last so many of those, itself included; None is all of them."""
     segments: tuple[Segments, ...] | None = None
     """The documents of each sample; None is one for each."""
+    scale: float | None = None
+    """Of scores, before the softmax; None is 1 / sqrt(head width)."""
 
     def __post_init__(self) -> None:
         if self.window is not None and not (self.causal and self.window > 0):

@@ -2,20 +2,22 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_untied.context_parallel.kernels.cut import Call, Limits
-from megatron_untied.context_parallel.kernels.kernel import (
-    AttentionKernel,
-    BackwardTensors,
-    ForwardTensors,
+from megatron_untied.context_parallel.kernels.kernel import AttentionKernel
+from megatron_untied.context_parallel.kernels.split_calls import (
+    Call,
+    Limits,
+    QueryBlock,
+    query_blocks,
 )
-from megatron_untied.context_parallel.kernels.query_blocks import QueryBlock, query_blocks
+from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads
 
 
 class MatrixProducts(AttentionKernel):
     """Scores of a block of queries at a time, in fp32 or, for float64 inputs, in float64.
 
-    They are ``block_size`` x keys numbers a head, so a few thousand tokens are fine.
+    They are ``block_size`` x keys numbers per head, so a few thousand tokens are fine.
     """
 
     name = "matrix-products"
@@ -25,34 +27,37 @@ class MatrixProducts(AttentionKernel):
         super().__init__()
         self.block_size = block_size
 
-    def _forward(self, x: ForwardTensors, call: Call, scale: float) -> Tensor:
+    @override
+    def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
         k, v = map(_wide, (x.k, x.v))
         lse_parts = []
         for block in query_blocks(len(x.q), call, self.block_size, x.q.device):
             rows, keys = block.queries, block.keys
-            scores = _scores(x.q[rows], k[keys], block, scale)
+            scores = _scores(x.q[rows], k[keys], block, call.scale)
             lse = scores.logsumexp(-1)
             weights = scores.sub_(lse[..., None]).exp_()
-            x.out[rows] = torch.einsum("bgrqk,kbgd->qbgrd", weights, v[keys]).flatten(2, 3)
+            out[rows] = torch.einsum("bgrqk,kbgd->qbgrd", weights, v[keys]).flatten(2, 3)
             lse_parts.append(lse.flatten(1, 2))
         return torch.cat(lse_parts, -1)
 
-    def _backward(self, x: BackwardTensors, call: Call, scale: float) -> None:
+    @override
+    def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
         k, v = map(_wide, (x.k, x.v))
         dk, dv, g = torch.zeros_like(k), torch.zeros_like(v), k.shape[2]
         for block in query_blocks(len(x.q), call, self.block_size, x.q.device):
             rows, keys = block.queries, block.keys
-            q, do, o = (_grouped(each[rows], g) for each in (x.q, x.d_out, x.out))
-            lse = x.lse[..., rows].unflatten(1, (g, -1))
-            weights = _scores(x.q[rows], k[keys], block, scale).sub_(lse[..., None]).exp_()
+            q, do, o = (_grouped(each[rows], g) for each in (x.q, d_out, y.out))
+            lse = y.lse[..., rows].unflatten(1, (g, -1))
+            weights = _scores(x.q[rows], k[keys], block, call.scale).sub_(lse[..., None]).exp_()
             row_sums = (do * o).sum(-1).permute(1, 2, 3, 0)  # [b, g, h/g, queries]
             d_weights = torch.einsum("qbgrd,kbgd->bgrqk", do, v[keys])
-            d_scores = d_weights.sub_(row_sums[..., None]).mul_(weights).mul_(scale)
+            d_scores = d_weights.sub_(row_sums[..., None]).mul_(weights).mul_(call.scale)
             dk[keys] += torch.einsum("bgrqk,qbgrd->kbgd", d_scores, q)
             dv[keys] += torch.einsum("bgrqk,qbgrd->kbgd", weights, do)
-            x.dq[rows] = torch.einsum("bgrqk,kbgd->qbgrd", d_scores, k[keys]).flatten(2, 3)
-        x.dk.copy_(dk)
-        x.dv.copy_(dv)
+            # Last: it may lie over dO, which no later block reads in these rows.
+            into.dq[rows] = torch.einsum("bgrqk,kbgd->qbgrd", d_scores, k[keys]).flatten(2, 3)
+        into.dk.copy_(dk)
+        into.dv.copy_(dv)
 
 
 def _scores(q: Tensor, k: Tensor, block: QueryBlock, scale: float) -> Tensor:

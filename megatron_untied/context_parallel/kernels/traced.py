@@ -2,16 +2,18 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_untied.context_parallel.kernels.cut import Call, Shape, cut
 from megatron_untied.context_parallel.kernels.flash_attention import FlashAttention3
 from megatron_untied.context_parallel.kernels.mask import Mask
+from megatron_untied.context_parallel.kernels.split_calls import Call, Shape, split_calls
+from megatron_untied.phases import MemoryCategory, allocating
 
 
 class TracedFlashAttention3(FlashAttention3):
     """What :class:`.FlashAttention3` allocates on a Hopper GPU, on any device, real or fake.
 
-    Checks, cuts and counts as the real one. Outputs are left as they are.
+    Checks, splits and counts as the real one. Outputs are left as they are.
     """
 
     name = "flash-attention-3, traced"
@@ -19,14 +21,15 @@ class TracedFlashAttention3(FlashAttention3):
     def __init__(self) -> None:
         super().__init__(_Allocations())
 
+    @override
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        """See :class:`.AttentionKernel`."""
         return None
 
     def backward_bytes(self, shape: Shape) -> int:
         """Most that one call of a causal backward of ``shape`` allocates for itself."""
-        return max(self._call_bytes(call, shape.d) for call in cut(shape, Mask(), self.limits))
+        calls = split_calls(shape, Mask(), self.limits)
+        return max(self._call_bytes(call, shape.d) for call in calls)
 
     def _call_bytes(self, call: Call, d: int) -> int:
         def some(samples: slice, rows: slice, heads: slice) -> Tensor:
@@ -52,7 +55,8 @@ class _Allocations:
         """Out and log-sum-exp."""
         lengths = q.shape[:1] if q.dim() == 3 else q.shape[:2]
         lse_shape = (*lengths[:-1], q.shape[-2], lengths[-1])
-        return options["out"], q.new_empty(lse_shape, dtype=torch.float32)
+        with allocating(MemoryCategory.KEPT):
+            return options["out"], q.new_empty(lse_shape, dtype=torch.float32)
 
     def bwd(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **options: object
@@ -62,11 +66,12 @@ class _Allocations:
         query_rows, key_rows = _block_rows(width, masked=options["is_causal"])
         num_segments = len(options["cu_seqlens_q"]) - 1 if q.dim() == 3 else 0
         rows, heads = _padded(q, query_rows, num_segments), q.shape[-2]
-        scratch = [q.new_empty(rows, heads, size, dtype=torch.float32) for size in (1, 1, width)]
+        sizes = [(rows, heads, size) for size in (1, 1, width)]
         if heads != k.shape[-2]:
             rows, heads = _padded(k, key_rows, num_segments), k.shape[-2]
-            scratch += [q.new_empty(rows, heads, width, dtype=torch.float32) for _ in "kv"]
-        return scratch
+            sizes += [(rows, heads, width) for _ in "kv"]
+        with allocating(MemoryCategory.KERNEL):
+            return [q.new_empty(size, dtype=torch.float32) for size in sizes]
 
 
 def _width(d: int) -> int:

@@ -5,8 +5,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_untied.context_parallel.kernels import (
+    Attended,
     CpuFlash,
     Mask,
+    Qkv,
+    QkvGrads,
     Segments,
     TracedFlashAttention3,
 )
@@ -36,8 +39,9 @@ def test_pairs_are_those_of_the_mask_matrix(mask, s_q, s_k, b):
 def run(kernel, mask, s, *, b=1, h=4, g=2, d=16, dtype=torch.bfloat16):
     q, out, dq, d_out = (torch.empty(s, b, h, d, dtype=dtype) for _ in range(4))
     k, v, dk, dv = (torch.empty(s, b, g, d, dtype=dtype) for _ in range(4))
-    lse = kernel.forward(q, k, v, out=out, mask=mask, scale=0.1)
-    kernel.backward(d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, mask=mask, scale=0.1)
+    x = Qkv(q, k, v)
+    lse = kernel.forward(x, out=out, mask=mask)
+    kernel.backward(d_out, x, Attended(out, lse), into=QkvGrads(dq, dk, dv), mask=mask)
     return lse
 
 
@@ -85,9 +89,10 @@ def allocated(mask, s, *, h, g, d):
         q, out = (torch.empty(s, 1, h, d, dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.empty(s, 1, g, d, dtype=torch.bfloat16) for _ in range(2))
         with Allocations() as forward:
-            lse = kernel.forward(q, k, v, out=out, mask=mask, scale=0.1)
+            lse = kernel.forward(Qkv(q, k, v), out=out, mask=mask)
         with Allocations() as backward:
-            kernel.backward(out, q, k, v, out, lse, dq=q, dk=k, dv=v, mask=mask, scale=0.1)
+            y, into = Attended(out, lse), QkvGrads(q, k, v)
+            kernel.backward(out, Qkv(q, k, v), y, into=into, mask=mask)
     return forward.num_bytes, backward.num_bytes
 
 

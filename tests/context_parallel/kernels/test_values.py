@@ -1,9 +1,18 @@
 """Every kernel that runs here against attention with a whole mask matrix, in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from megatron_untied.context_parallel.kernels import CpuFlash, Mask, Segments
+from megatron_untied.context_parallel.kernels import (
+    Attended,
+    CpuFlash,
+    Mask,
+    Qkv,
+    QkvGrads,
+    Segments,
+)
 from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
 from tests.context_parallel.kernels import plain
 
@@ -27,6 +36,7 @@ def strided(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 
 def check(kernel, mask, s_q, s_k, *, b=2, h=4, g=2, d=8, dtype=torch.float64, device="cpu"):
     torch.manual_seed(0)
+    mask = replace(mask, scale=SCALE)
     q_shape, k_shape, kind = (s_q, b, h, d), (s_k, b, g, d), {"dtype": dtype, "device": device}
     q, d_out, out, dq = (strided(*q_shape, **kind) for _ in range(4))
     k, v, dk, dv = (strided(*k_shape, **kind) for _ in range(4))
@@ -36,8 +46,10 @@ def check(kernel, mask, s_q, s_k, *, b=2, h=4, g=2, d=8, dtype=torch.float64, de
 
     for x in (out, dq, dk, dv):
         x.fill_(torch.nan)
-    lse = kernel.forward(q, k, v, out=out, mask=mask, scale=SCALE)
-    kernel.backward(d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, mask=mask, scale=SCALE)
+    qkv = Qkv(q, k, v)
+    lse = kernel.forward(qkv, out=out, mask=mask)
+    y = Attended(out, lse)
+    kernel.backward(d_out, qkv, y, into=QkvGrads(dq, dk, dv), mask=mask)
     assert lse.shape == (b, h, s_q)
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
     blind = expected_lse == -torch.inf
@@ -48,7 +60,7 @@ def check(kernel, mask, s_q, s_k, *, b=2, h=4, g=2, d=8, dtype=torch.float64, de
     if not blind.any():  # dQ may be written over dO
         for x in (dk, dv):
             x.fill_(torch.nan)
-        kernel.backward(d_out, q, k, v, out, lse, dq=d_out, dk=dk, dv=dv, mask=mask, scale=SCALE)
+        kernel.backward(d_out, qkv, y, into=QkvGrads(d_out, dk, dv), mask=mask)
         compare({"dq": d_out, "dk": dk, "dv": dv}, expected_gradients, TOLERANCE[dtype])
 
 
@@ -119,20 +131,32 @@ def test_narrow_dtypes(kernel, dtype):
 def test_parts_of_the_keys_add_up(kernel):
     """Backward against two blocks of keys, with the output of both, sums to the whole."""
     torch.manual_seed(0)
-    kernel, mask = KERNELS[kernel](), Mask(causal=False)
+    kernel, mask = KERNELS[kernel](), Mask(causal=False, scale=SCALE)
     q, d_out = (torch.randn(9, 1, 4, 8).double() for _ in range(2))
     k, v = (torch.randn(13, 1, 2, 8).double() for _ in range(2))
 
-    def backward(k, v, out, lse):
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        kernel.backward(d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, mask=mask, scale=SCALE)
-        return dq, dk, dv
+    def backward(k, v, y):
+        into = QkvGrads(*(torch.empty_like(x) for x in (q, k, v)))
+        kernel.backward(d_out, Qkv(q, k, v), y, into=into, mask=mask)
+        return into
 
     out = torch.empty_like(q)
-    lse = kernel.forward(q, k, v, out=out, mask=mask, scale=SCALE)
-    whole = backward(k, v, out, lse)
-    parts = [backward(k[rows], v[rows], out, lse) for rows in (slice(0, 5), slice(5, 13))]
+    y = Attended(out, kernel.forward(Qkv(q, k, v), out=out, mask=mask))
+    whole = backward(k, v, y)
+    parts = [backward(k[rows], v[rows], y) for rows in (slice(0, 5), slice(5, 13))]
     (first_dq, *first), (second_dq, *second) = parts
     summed = first_dq + second_dq, *map(torch.cat, zip(first, second, strict=True))
     for x, e in zip(summed, whole, strict=True):
         assert torch.allclose(x, e, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_scores_are_scaled_by_the_head_width_unless_told(kernel):
+    kernel = KERNELS[kernel]()
+    x = Qkv(*(torch.randn(9, 1, 2, 16).double() for _ in "qkv"))
+    plain_out, told_out = torch.empty_like(x.q), torch.empty_like(x.q)
+    kernel.forward(x, out=plain_out, mask=Mask())
+    kernel.forward(x, out=told_out, mask=Mask(scale=0.25))
+    assert torch.equal(plain_out, told_out)
+    kernel.forward(x, out=told_out, mask=Mask(scale=0.5))
+    assert not torch.allclose(plain_out, told_out)

@@ -1,0 +1,111 @@
+"""Parsers of single flags' values; each error is one line that gives a value that works."""
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from megatron_untied.presets import preset_names
+
+LARGEST = 2**31 - 1
+"""Of integers, unless a flag has another limit: indices of samples and tokens stay in 64 bits."""
+
+
+def text(value: str) -> str:
+    """Parses text that is not empty: an unset variable of a shell must not switch a flag off."""
+    if not value.strip():
+        raise argparse.ArgumentTypeError(f"{value!r} is empty; give a value or leave the flag out")
+    return value
+
+
+def integer(minimum: int, maximum: int = LARGEST) -> Callable[[str], int]:
+    """Parses integers from ``minimum`` to ``maximum``."""
+    return _number(int, minimum, maximum)
+
+
+def real(minimum: float, maximum: float) -> Callable[[str], float]:
+    """Parses numbers from ``minimum`` to ``maximum``."""
+    return _number(float, minimum, maximum)
+
+
+def _number(kind: type, minimum: float, maximum: float) -> Callable[[str], Any]:
+    noun = "an integer" if kind is int else "a number"
+
+    def parse(value: str) -> Any:
+        try:
+            number = kind(value)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{value!r} is not {noun}") from None
+        if not number >= minimum:  # this way round refuses nan too
+            raise argparse.ArgumentTypeError(f"{value} is below {minimum}, the smallest that works")
+        if number > maximum:
+            raise argparse.ArgumentTypeError(f"{value} is above {maximum}, the largest that works")
+        return number
+
+    return parse
+
+
+def tokens(value: str) -> int:
+    """Parses a number of tokens: 1048576, or 1Mi, 1024Ki.
+
+    128K and 1M mean powers of 1000 to some and of 1024 to others, so both are refused.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG])(i?)", value.strip(), re.IGNORECASE)
+    if match is None:
+        return count(value)
+    digits, unit, binary = match[1], match[2].upper(), match[3]
+    exponent = "KMG".index(unit) + 1
+    power_of_two, power_of_ten = (Fraction(digits) * base**exponent for base in (1024, 1000))
+    if not binary:
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is ambiguous; give {digits}{unit}i for {int(power_of_two)} tokens, or "
+            f"{int(power_of_ten)}"
+        )
+    if power_of_two.denominator != 1:
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is not a whole number of tokens; {int(power_of_two)} is"
+        )
+    return count(str(power_of_two))
+
+
+def all_or(number: Callable[[str], int], *words: str) -> Callable[[str], int | str]:
+    """Parses one of ``words``, or what ``number`` parses."""
+
+    def parse(value: str) -> int | str:
+        if value in words:
+            return value
+        try:
+            return number(value)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}; or give {' or '.join(words)}") from None
+
+    return parse
+
+
+def preset(value: str) -> str:
+    """Parses the name of a published architecture."""
+    names = preset_names()
+    if value in names:
+        return value
+    close = difflib.get_close_matches(value.lower(), names, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise argparse.ArgumentTypeError(f"{value!r} is none of {', '.join(names)}{hint}")
+
+
+def window(value: str) -> int | None:
+    """Parses Megatron's LEFT,RIGHT: neighbors a query sees. Returns all that it sees, with itself.
+
+    LEFT -1 is no limit, None. RIGHT is 0: attention is causal.
+    """
+    left, _, right = value.strip("()").partition(",")
+    if right.strip() != "0":
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is not LEFT,0: the tokens before it that a query sees, and none after"
+        )
+    has_unit = left.strip()[-1:].isalpha() and left.strip()[:1].isdigit()
+    return (tokens(left) if has_unit else integer(-1, LARGEST - 1)(left)) + 1 or None
+
+
+count, index, amount = integer(1), integer(0), real(0.0, 1e15)

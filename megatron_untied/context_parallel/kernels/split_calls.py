@@ -1,0 +1,222 @@
+"""Splits attention into calls that a kernel can take: integers only."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_untied.context_parallel.kernels.mask import Mask, Run
+from megatron_untied.context_parallel.kernels.tensors import Qkv, QkvGrads
+
+Triple = TypeVar("Triple", Qkv, QkvGrads)
+
+INDEX_LIMIT = 1 << 31
+"""Kernels that multiply sizes in 32 bits compute wrong addresses from here on."""
+
+_ROW_PADDING = 128
+"""Rows that kernels add to a segment, at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one call of a kernel can take."""
+
+    dtypes: tuple[torch.dtype, ...]
+    head_width_multiple: int = 1
+    max_head_width: int | None = None
+    head_width_padding: int = 1
+    """Kernels pad the head width to a multiple of this inside."""
+    alignment_bytes: int = 1
+    """Of strides and of where a tensor starts in its storage."""
+    windows: bool = True
+    documents: bool = True
+    joins_segments: bool = False
+    """Takes cumulative lengths; otherwise every segment is a call."""
+    indexes_heads_in_32_bits: bool = False
+    """The rows and padded width of one head must stay below :data:`INDEX_LIMIT` elements."""
+    indexes_calls_in_32_bits: bool = False
+    """All heads of a call together must."""
+
+    def problems(
+        self, *, dtype: torch.dtype, head_width: int, window: int | None, documents: bool
+    ) -> Iterator[str]:
+        """Why a model cannot have this kernel."""
+        if dtype not in self.dtypes:
+            names = " and ".join(str(each).removeprefix("torch.") for each in self.dtypes)
+            yield f"computes in {names}, not {str(dtype).removeprefix('torch.')}"
+        most = self.max_head_width or head_width
+        if head_width % self.head_width_multiple or head_width > most:
+            yield (
+                f"takes heads of a multiple of {self.head_width_multiple} channels up to {most}, "
+                f"not {head_width}"
+            )
+        if window is not None and not self.windows:
+            yield "knows no sliding window"
+        if documents and not self.documents:
+            yield "knows no documents"
+
+    def check_layout(self, **tensors: Tensor) -> None:
+        """Raises ValueError for a tensor that the kernel would read or write wrongly."""
+        for name, x in tensors.items():
+            if x.stride(-1) != 1:
+                raise ValueError(
+                    f"{name} has strides {x.stride()}: the last dimension must be contiguous."
+                )
+            places = [x.storage_offset(), *x.stride()[:-1]]
+            if any(place * x.element_size() % self.alignment_bytes for place in places):
+                raise ValueError(
+                    f"{name} starts at element {x.storage_offset()} with strides {x.stride()}: all "
+                    f"of these but the last must be multiples of {self.alignment_bytes} bytes."
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Sizes of one attention: q [s_q, b, h, d], k and v [s_k, b, g, d]."""
+
+    num_queries: int
+    num_keys: int
+    b: int
+    h: int
+    g: int
+    d: int
+
+    @classmethod
+    def of(cls, x: Qkv) -> "Shape":
+        """The sizes of q, k and v; g must divide h."""
+        (num_queries, b, h, d), (num_keys, _, g, _) = x.q.shape, x.k.shape
+        assert h % g == 0, f"{h} query heads do not share {g} key-value heads evenly"
+        assert x.k.shape == x.v.shape == (num_keys, b, g, d), [y.shape for y in x]
+        return cls(num_queries=num_queries, num_keys=num_keys, b=b, h=h, g=g, d=d)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of a kernel, and the part of the tensors it is for, which is never empty."""
+
+    samples: slice
+    heads: slice
+    kv_heads: slice
+    queries: slice
+    keys: slice
+    causal: bool
+    window: int | None
+    scale: float
+    run: Run | None
+    """Several segments of one sample, by cumulative lengths; None is one segment per sample."""
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Its part of [s_q, b, h, d]."""
+        return x[self.queries, self.samples, self.heads]
+
+    def of_lse(self, lse: Tensor) -> Tensor:
+        """Its part of [b, h, s_q]."""
+        return lse[self.samples, self.heads, self.queries]
+
+    def of(self, x: Triple) -> Triple:
+        """Its part of q, k and v, or of their gradients."""
+        q, *keys_and_values = x
+        parts = (y[self.keys, self.samples, self.kv_heads] for y in keys_and_values)
+        return type(x)(self.of_queries(q), *parts)
+
+
+def split_calls(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
+    """The calls that together are attention of ``shape`` under ``mask``.
+
+    Segments without queries or without keys are in none of them. The scale of scores is the
+    mask's, or 1 / sqrt(d).
+
+    Raises:
+        ValueError: if a single head, or the heads of one key-value head, are too much for a call.
+    """
+    calls = []
+    for samples, queries, keys, run in _rows(shape, mask, limits):
+        num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
+        assert run is not None or not mask.causal or num_queries == num_keys, (queries, keys)
+        rows = max(num_queries, num_keys) + _ROW_PADDING * (run.num_segments if run else 1)
+        for some_samples, some_kv_heads in _batches(shape, samples, rows, limits):
+            share = shape.h // shape.g
+            calls.append(
+                Call(
+                    samples=some_samples,
+                    heads=slice(some_kv_heads.start * share, some_kv_heads.stop * share),
+                    kv_heads=some_kv_heads,
+                    queries=queries,
+                    keys=keys,
+                    causal=mask.causal,
+                    window=mask.window,
+                    scale=shape.d**-0.5 if mask.scale is None else mask.scale,
+                    run=run,
+                )
+            )
+    return calls
+
+
+def _rows(
+    shape: Shape, mask: Mask, limits: Limits
+) -> Iterator[tuple[slice, slice, slice, Run | None]]:
+    """Samples, rows of q, rows of k, and the segments in them if they are several."""
+    if mask.segments is None:
+        yield slice(0, shape.b), slice(0, shape.num_queries), slice(0, shape.num_keys), None
+        return
+    assert len(mask.segments) == shape.b, (len(mask.segments), shape.b)
+    for sample, segments in enumerate(mask.segments):
+        assert (segments.queries[-1], segments.keys[-1]) == (shape.num_queries, shape.num_keys)
+        for run in segments.runs if limits.joins_segments else segments.singles:
+            several = run if run.num_segments > 1 else None
+            yield slice(sample, sample + 1), run.query_rows, run.key_rows, several
+
+
+def _batches(
+    shape: Shape, samples: slice, rows: int, limits: Limits
+) -> Iterator[tuple[slice, slice]]:
+    """Samples and key-value heads of each call: all at once, or as many as indices allow."""
+    padding = limits.head_width_padding
+    head = rows * (-(-shape.d // padding) * padding)
+    num_samples = samples.stop - samples.start
+    wide = limits.indexes_heads_in_32_bits or limits.indexes_calls_in_32_bits
+    if not wide or num_samples * shape.h * head < INDEX_LIMIT:
+        yield samples, slice(0, shape.g)
+        return
+    share = shape.h // shape.g
+    heads_at_once = share if limits.indexes_calls_in_32_bits else 1
+    if heads_at_once * head >= INDEX_LIMIT:
+        fewer = "fewer --cp-heads-per-chunk or " if heads_at_once > 1 else ""
+        raise ValueError(
+            f"{rows} rows x {shape.d} channels x {heads_at_once} heads are {heads_at_once * head} "
+            f"elements, and the kernel counts below {INDEX_LIMIT}; give {fewer}more ring ranks."
+        )
+    step = (INDEX_LIMIT - 1) // (share * head) if limits.indexes_calls_in_32_bits else shape.g
+    for sample in range(samples.start, samples.stop):
+        for first in range(0, shape.g, step):
+            yield slice(sample, sample + 1), slice(first, min(first + step, shape.g))
+
+
+@dataclass(frozen=True, slots=True)
+class QueryBlock:
+    """Consecutive rows of q and all rows of k that any of them sees."""
+
+    queries: slice
+    keys: slice
+    hidden: Tensor | None
+    """Bool [queries, keys]: True where a query does not see a key; None if it sees all of them."""
+
+
+def query_blocks(
+    num_queries: int, call: Call, block_size: int, device: torch.device
+) -> Iterator[QueryBlock]:
+    """Cut the queries of a call of one segment into blocks of ``block_size``."""
+    for first in range(0, num_queries, block_size):
+        queries = slice(first, min(first + block_size, num_queries))
+        if not call.causal:
+            yield QueryBlock(queries, slice(0, call.keys.stop - call.keys.start), None)
+            continue
+        keys = slice(max(0, first + 1 - (call.window or queries.stop)), queries.stop)
+        rows, columns = (torch.arange(x.start, x.stop, device=device) for x in (queries, keys))
+        distance = rows[:, None] - columns[None, :]
+        hidden = distance < 0
+        if call.window is not None:
+            hidden |= distance >= call.window
+        yield QueryBlock(queries, keys, hidden)

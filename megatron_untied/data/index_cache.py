@@ -1,0 +1,114 @@
+"""Sample indices kept in a folder: the first rank that misses one makes it, all others map it.
+
+Nodes need not share the folder. Ranks build their datasets in turns (:func:`in_turns`), each makes
+what it does not find, so a folder that all nodes share is written by rank 0 and a folder of one
+node by the first rank there.
+"""
+
+import contextlib
+import functools
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_untied.checkpoint.collective_errors import on_every_rank
+
+T = TypeVar("T")
+Arrays = tuple[np.ndarray, ...]
+
+NUM_TURNS = 3
+
+
+def in_turns(build: Callable[[], T]) -> T:
+    """``build()``: on rank 0, then on the first rank of each other node, then on all others.
+
+    Collective over all ranks, which fail together with the error of the first that failed.
+    ``build`` itself must not call collectives.
+    """
+    mine, results = _turn(), []
+
+    def take(turn: int) -> None:
+        if turn == mine:
+            results.append(build())
+
+    for turn in range(NUM_TURNS if dist.is_initialized() else 1):
+        on_every_rank(functools.partial(take, turn))
+    return results[0]
+
+
+def _turn() -> int:
+    """Of this rank. Without a launcher's word every rank may be alone on its node."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        return 0
+    return 1 if dist.get_node_local_rank(fallback_rank=0) == 0 else 2
+
+
+def cached_arrays(
+    folder: Path | None, key: str, names: Sequence[str], make: Callable[[], Arrays]
+) -> Arrays:
+    """The arrays ``names`` of ``folder/{key}-{name}.npy`` as maps; ``make()`` gives missing ones.
+
+    With ``folder`` None they are made every time.
+
+    Raises:
+        OSError: if the folder or a file cannot be written.
+        ValueError: if a file is damaged.
+    """
+    if folder is None:
+        return make()
+    paths = [folder / f"{key}-{name}.npy" for name in names]
+    if not _all_there(paths):
+        with _errors_named(folder):  # before the work of making what cannot be kept
+            folder.mkdir(parents=True, exist_ok=True)
+        arrays = make()
+        with _errors_named(folder):
+            for path, array in zip(paths, arrays, strict=True):
+                _write(path, array)
+    return tuple(map(_map, paths))
+
+
+@contextlib.contextmanager
+def _errors_named(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"--data-cache-path: the sample indices cannot be written to {folder} "
+            f"({error.strerror or error}); give --data-cache-path FOLDER, one that can be written "
+            "to and has room for them"
+        ) from error
+
+
+def _all_there(paths: Sequence[Path]) -> bool:
+    # Listing makes a network file system look again for what another node has written.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return {path.name for path in paths} <= set(os.listdir(paths[0].parent))
+    return False
+
+
+def _write(path: Path, array: np.ndarray) -> None:
+    """All of the file under its name or nothing; others may write the same at the same time."""
+    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
+    try:
+        with partial.open("xb") as file:
+            np.save(file, array)
+            file.flush()
+            os.fsync(file)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _map(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r")
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(
+            f"--data-cache-path: the sample index {path} is damaged or cannot be read ({error}); "
+            "delete it, and the next start makes it again"
+        ) from error

@@ -1,0 +1,79 @@
+"""Attention over the whole sequence where it arrives in Megatron-LM's order.
+
+Megatron-LM splits the sequence into 2p blocks; rank i of p owns blocks i and 2p-1-i. After the head
+exchange a rank holds the shards one after the other: blocks 0, 2p-1, 1, 2p-2, and so on. A causal
+kernel wants them in the order of their positions.
+"""
+
+from torch import Tensor
+
+from megatron_untied.context_parallel.buffer_plan import Buffer, ReorderBuffers, Workspace
+from megatron_untied.context_parallel.kernels import (
+    Attended,
+    AttentionKernel,
+    Mask,
+    Qkv,
+    QkvGrads,
+)
+
+
+def megatron_blocks(num_ranks: int) -> list[int]:
+    """Blocks of the sequence in the order in which the ranks' shards bring them."""
+    return [block for rank in range(num_ranks) for block in (rank, 2 * num_ranks - 1 - rank)]
+
+
+class ZigzagReorder:
+    """A kernel for tensors whose blocks are in Megatron-LM's order.
+
+    Takes the place of the :class:`.AttentionKernel` that it calls, which reads and writes copies in
+    order of position, in the workspace: another q, k, v and out of a chunk in forward, and d_out,
+    dq, dk and dv in backward. Log-sum-exps stay in order of position.
+    """
+
+    def __init__(self, kernel: AttentionKernel, num_ranks: int, workspace: Workspace):
+        self.kernel, self.workspace = kernel, workspace
+        self.name, self.counter = kernel.name, kernel.counter
+        self.blocks = megatron_blocks(num_ranks)
+
+    def forward(self, x: Qkv, *, out: Tensor, mask: Mask) -> Tensor:
+        """As :meth:`.AttentionKernel.forward`."""
+        buffers = ReorderBuffers.plan(x.q.shape, x.k.shape, x.q.dtype)
+        ordered_out = self._take(buffers.out, out)
+        ordered = Qkv(*map(self._gather, buffers.qkv, x))
+        lse = self.kernel.forward(ordered, out=ordered_out, mask=mask)
+        self._scatter(ordered_out, out)
+        return lse
+
+    def backward(self, d_out: Tensor, x: Qkv, y: Attended, *, into: QkvGrads, mask: Mask) -> None:
+        """As :meth:`.AttentionKernel.backward`."""
+        buffers = ReorderBuffers.plan(x.q.shape, x.k.shape, x.q.dtype)
+        grads = QkvGrads(*map(self._take, buffers.grads, into))
+        self.kernel.backward(
+            self._gather(buffers.d_out, d_out),
+            Qkv(*map(self._gather, buffers.qkv, x)),
+            Attended(self._gather(buffers.out, y.out), y.lse),
+            into=grads,
+            mask=mask,
+        )
+        for ordered, arrived in zip(grads, into, strict=True):
+            self._scatter(ordered, arrived)
+
+    def _gather(self, buffer: Buffer, x: Tensor) -> Tensor:
+        """A copy of ``x`` in order of position."""
+        ordered = self._take(buffer, x)
+        for block, part in self._pairs(ordered, x):
+            block.copy_(part)
+        return ordered
+
+    def _scatter(self, ordered: Tensor, x: Tensor) -> None:
+        """The inverse: into ``x``, in Megatron-LM's order."""
+        for block, part in self._pairs(ordered, x):
+            part.copy_(block)
+
+    def _pairs(self, ordered: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each block of ``ordered`` with the same block of ``x``."""
+        in_order, arrived = (each.chunk(len(self.blocks)) for each in (ordered, x))
+        return [(in_order[block], part) for block, part in zip(self.blocks, arrived, strict=True)]
+
+    def _take(self, buffer: Buffer, like: Tensor) -> Tensor:
+        return self.workspace.take(buffer, like.device).view(like.shape)

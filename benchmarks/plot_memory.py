@@ -3,7 +3,7 @@
     python benchmarks/plot_memory.py --output docs/pictures/memory.png
 
 Lines of this project are the traced steps of `results/memory.md`. Published methods are drawn as
-dashed lines by the buffer rules of `megatron_untied/planner/methods.py`, with markers where their
+dashed lines by the buffer rules of `megatron_untied.planner.baselines.py`, with markers where their
 authors report a number (`results/published.json`).
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from megatron_untied.planner.flags import complete
-from megatron_untied.planner.methods import METHODS, Setting
-from megatron_untied.training.arguments import parse_arguments
+from megatron_untied.cli.arguments import parse_arguments
+from megatron_untied.cli.planner_flags import complete
+from megatron_untied.planner.baselines import METHODS, Setting
 
 RESULTS = Path(__file__).parent / "results"
 MI, GIB = 2**20, 2**30

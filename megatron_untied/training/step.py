@@ -176,7 +176,7 @@ def require_finite(result: StepResult, iteration: int) -> None:
     if not (math.isfinite(result.lm_loss) and math.isfinite(result.grad_norm)):
         raise FloatingPointError(
             f"iteration {iteration}: lm loss {result.lm_loss}, grad norm {result.grad_norm}. The "
-            "weights are no longer valid and were not saved; resume from the last checkpoint with a "
+            "weights are not valid any more and were not saved; resume from a checkpoint with a "
             "lower --lr, or give --no-check-for-nan-in-loss-and-grad to continue regardless"
         )
 

@@ -55,7 +55,8 @@ def build_datasets(
     Collective: all ranks must call it, the first one on each node writes the sample indices that
     the others then read. Documents are shuffled by ``seed``, joined, cut into sequences of
     ``seq_length`` + 1 tokens overlapping by one, and the sequences shuffled; a split that is too
-    short is read again in another order (:mod:`.sample_order`). More samples begin with the same ones.
+    short is read again in another order (:mod:`.sample_order`). More samples begin with the same
+    ones.
 
     Raises:
         FileNotFoundError: if token files are missing.

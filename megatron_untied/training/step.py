@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from megatron_untied.checkpoint.collective_errors import on_every_rank
+from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks
 from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.data.loader import micro_batches
@@ -82,7 +82,7 @@ def global_batches(
         with errors_in_one_line():
             # One all-reduce of a number per step; without it the other ranks would wait in the
             # first collective of the forward for a rank that has failed.
-            batches = on_every_rank(read_step)
+            batches = raise_on_all_ranks(read_step)
         yield batches
 
 
@@ -163,8 +163,8 @@ def forward_backward(
         # Gradients are reduced over ranks once, in the backward of the last micro-batch.
         with contextlib.nullcontext() if is_last else sharding.no_sync():
             with progress.phase(Phase.FORWARD, micro_batch=name):
-                token_weights = batch.loss_mask / max(1, valid_tokens)  # [b, s/p]
-                loss = forward_step(sharding.model, batch, token_weights)
+                # Not a local variable, which would keep the weights alive during backward.
+                loss = forward_step(sharding.model, batch, batch.loss_mask / max(1, valid_tokens))
             with progress.phase(Phase.BACKWARD, micro_batch=name):
                 loss.backward()
         total += loss.detach()

@@ -24,7 +24,7 @@ def gather_gradients(train_state: TrainState) -> dict[str, Tensor]:
         layout = train_state.checkpoint_state.layouts[name]
         if isinstance(parameter.grad, DTensor):
             rows = parameter.grad.to_local()
-            held[name] = layout, layout.pieces(rows, shards[name].boxes)
+            held[name] = layout, layout.global_slices(rows, shards[name].slices)
         elif parameter.requires_grad:
-            held[name] = layout, layout.pieces(parameter.main_grad)
+            held[name] = layout, layout.global_slices(parameter.main_grad)
     return gather(held)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_untied.checkpoint.collective_errors import on_every_rank, same_on_every_rank
+from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks, same_on_all_ranks
 from megatron_untied.checkpoint.compatibility import (
     TensorFiles,
     changed_settings,
@@ -62,20 +62,20 @@ def load_checkpoint(
             model, another schedule.
     """
     if start is None:
-        start = same_on_every_rank(lambda: find_start(config), "the checkpoint in --load")
+        start = same_on_all_ranks(lambda: find_start(config), "the checkpoint in --load")
     folder = start.folder
     if folder is None:
         if config.load:
             _warn(f"{config.load} has no checkpoint: starting from random weights")
         return start.progress
     with_optimizer = _with_optimizer(config, state)
-    stored = on_every_rank(lambda: _check(folder, config, state, with_optimizer))
+    stored = raise_on_all_ranks(lambda: _check(folder, config, state, with_optimizer))
     for note in start.notes:
         _warn(note)
     _read(folder, _tensors_to_fill(state, with_optimizer), advance)
     if with_optimizer:
         state.shards.set_step(stored.optimizer_step)
-    state.shards.publish()
+    state.shards.sync_model_params()
     if with_optimizer and state.scheduler is not None:
         take_settings = config.use_checkpoint_opt_param_scheduler
         resume_schedule(state.scheduler, stored.scheduler, take_settings=take_settings)
@@ -104,10 +104,10 @@ def describe_loading(config: CheckpointConfig, start: Start) -> str:
 def bytes_to_read(config: CheckpointConfig, state: TrainingState) -> int:
     """What this rank fills from a checkpoint, in its own dtypes; padding is in no file."""
     return sum(
-        piece.tensor.nbytes
+        part.tensor.nbytes
         for shard in state.shards.shards(with_moments=_with_optimizer(config, state))
         for _, tensor in tensors_of(shard)
-        for piece in state.layouts[shard.name].pieces(tensor, shard.boxes)
+        for part in state.layouts[shard.name].global_slices(tensor, shard.slices)
     )
 
 
@@ -156,7 +156,9 @@ def _tensors_to_fill(state: TrainingState, with_optimizer: bool) -> dict[str, Gl
         for name, tensor in tensors_of(shard):
             if layout.has_padding:
                 tensor.zero_()  # no file holds the padding
-            tensors[name] = GlobalTensor(layout.global_shape, layout.pieces(tensor, shard.boxes))
+            tensors[name] = GlobalTensor(
+                layout.global_shape, layout.global_slices(tensor, shard.slices)
+            )
     return tensors
 
 

@@ -17,7 +17,7 @@ from megatron_untied.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from megatron_untied.checkpoint.collective_errors import Gather, same_on_every_rank
+from megatron_untied.checkpoint.collective_errors import Gather, same_on_all_ranks
 from megatron_untied.config.run import RunConfig
 from megatron_untied.data.datasets import Datasets
 from megatron_untied.data.sample_order import describe_samples
@@ -173,12 +173,12 @@ def find_agreed_start(config: RunConfig, gather: Gather) -> Start:
     Raises:
         ValueError: on every rank: see ``find_start``, or the ranks see other files.
     """
-    samples = same_on_every_rank(
+    samples = same_on_all_ranks(
         lambda: describe_samples(config.data, seq_length=config.batch.seq_length, seed=config.seed),
         "what --data-path names",
         gather,
     )
-    start = same_on_every_rank(
+    start = same_on_all_ranks(
         lambda: find_start(config.checkpoint, samples=samples, skip_train=config.loop.skip_train),
         "the checkpoint in --load",
         gather,

@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from megatron_untied.checkpoint.collective_errors import on_every_rank
+from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks
 from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.data.loader import micro_batches
@@ -68,7 +68,7 @@ def global_batches(
 
     while True:
         with errors_in_one_line():
-            batches = on_every_rank(read)
+            batches = raise_on_all_ranks(read)
         yield batches
 
 
@@ -135,7 +135,7 @@ def forward_backward(
     for number, batch in enumerate(batches, start=1):
         which = f"micro-batch {number} of {len(batches)}" if len(batches) > 1 else ""
         is_last = batch is batches[-1]
-        with contextlib.nullcontext() if is_last else sharding.more_to_come():
+        with contextlib.nullcontext() if is_last else sharding.no_sync():
             with progress.phase(Phase.FORWARD, micro_batch=which):
                 loss = forward_step(sharding.model, batch, batch.loss_mask / max(1, valid_tokens))
             with progress.phase(Phase.BACKWARD, micro_batch=which):

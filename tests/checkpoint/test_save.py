@@ -194,7 +194,7 @@ def test_weights_alone_keep_their_dtype_and_load_into_any(tmp_path, load):
     loaded = run_on_ranks(load, 1, str(tmp_path))[0]
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
     files = (tmp_path / "iter_0000000").glob("*.distcp")
-    # 2 bytes a weight, and what torch.save adds to each of the pieces.
+    # 2 bytes a weight, and what torch.save adds to each of the slices.
     num_weights = sum(values.numel() for values in saved.values())
     assert sum(file.stat().st_size for file in files) < 2 * num_weights + 120_000
 

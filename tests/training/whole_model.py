@@ -19,7 +19,7 @@ def gather_gradients(learner: Learner) -> dict[str, Tensor]:
         layout = learner.state.layouts[name]
         if isinstance(parameter.grad, DTensor):
             rows = parameter.grad.to_local()
-            held[name] = layout, layout.pieces(rows, shards[name].boxes)
+            held[name] = layout, layout.global_slices(rows, shards[name].slices)
         elif parameter.requires_grad:
-            held[name] = layout, layout.pieces(parameter.main_grad)
+            held[name] = layout, layout.global_slices(parameter.main_grad)
     return gather(held)

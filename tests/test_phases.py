@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_untied
-from benchmarks.memory_trace import COLORS
+from megatron_untied.commands.trace import COLORS
 from megatron_untied.phases import AllocationObserver, MemoryCategory, Phase, allocating
 from megatron_untied.planner.plan import Plan
 from megatron_untied.step_progress import StepProgress

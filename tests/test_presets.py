@@ -120,7 +120,7 @@ def write_tokenizer(folder: Path, num_tokens: int) -> list[str]:
 
 def test_rejects_unknown_names():
     listed = ", ".join(preset_names())
-    with rejects(f"argument --model: 'llama-3-8b' is none of {listed}; did you mean llama3-8b?"):
+    with rejects(f"argument --model: 'llama-3-8b' is not one of {listed}; did you mean llama3-8b?"):
         model_of("--model", "llama-3-8b")
     with rejects(f"argument --model: 'gpt' is none of {listed}"):
         model_of("--model", "gpt")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_untied.cli.planner_flags import parse_question
+from megatron_untied.cli.planner_flags import parse_plan_request
 from megatron_untied.commands import documentation
 from megatron_untied.planner.causes import Cause
 from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
@@ -83,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan_for(argv: Sequence[str]) -> Plan:
     """The plan of the run that the flags describe."""
-    question = parse_question(argv, documentation(__doc__))
-    planned = choose if is_automatic(question.config) else Plan
-    return planned(question.config, question.machine)
+    request = parse_plan_request(argv, documentation(__doc__))
+    planned = choose if is_automatic(request.config) else Plan
+    return planned(request.config, request.machine)
 
 
 def needs_of(plan: Plan, *, on_cpus: bool) -> Node:

@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_untied.cli.context_flags import context_flags, launch_command, training_flags
-from megatron_untied.cli.planner_flags import Question, parse_question
+from megatron_untied.cli.planner_flags import PlanRequest, parse_plan_request
 from megatron_untied.commands import documentation
 from megatron_untied.planner import buffer_table
 from megatron_untied.planner.baselines import METHODS, Setting
@@ -35,48 +35,48 @@ from megatron_untied.planner.search import candidates, choose, describe, is_auto
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan, print, answer."""
     try:
-        question = parse_question(sys.argv[1:] if argv is None else argv, documentation(__doc__))
-        return answer(question)
+        request = parse_plan_request(sys.argv[1:] if argv is None else argv, documentation(__doc__))
+        return answer(request)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def answer(question: Question) -> int:
+def answer(request: PlanRequest) -> int:
     """Print what was asked; the exit status.
 
     Raises:
         ValueError: a sequence that the attention kernel cannot index, or flags that cannot be.
     """
-    only_json = question.json == "-"
+    only_json = request.json == "-"
     console = Console(quiet=only_json, highlight=False)
-    best = find_longest(question) if question.max_context else None
-    plan, chosen = plan_of(question)
-    if best is not None and question.assumed_length:
+    best = find_longest(request) if request.max_context else None
+    plan, chosen = plan_of(request)
+    if best is not None and request.assumed_length:
         plan = best.plan
     elif chosen:
         print_line(console, describe(plan))
-    if question.max_context:
-        longest_found = say_longest(question, best, console)
+    if request.max_context:
+        longest_found = say_longest(request, best, console)
     print_plan(plan, console)
     found = as_json(plan)
-    if question.buffers:
+    if request.buffers:
         buffer_table.print_buffers(plan, console)
         found["buffers"] = buffer_table.as_json(plan)
     if not plan.fits:
-        none_fits = question.max_context and best is None  # at any length: no need to search again
+        none_fits = request.max_context and best is None  # at any length: no need to search again
         found["would_fit_with"] = None if none_fits else suggest(plan, console)
-    if question.max_context:
+    if request.max_context:
         found["longest"] = longest_found
-    if question.compare:
+    if request.compare:
         found["published_methods"] = say_methods(plan, console)
-    write(question, found, plan)
+    write(request, found, plan)
     return 0 if plan.fits else 1
 
 
-def plan_of(question: Question) -> tuple[Plan, bool]:
+def plan_of(request: PlanRequest) -> tuple[Plan, bool]:
     """The plan, and whether the planner chose settings of it that fit."""
-    config, machine = question.config, question.machine
+    config, machine = request.config, request.machine
     if not is_automatic(config):
         return Plan(config, machine), False
     try:
@@ -100,18 +100,18 @@ def suggest(plan: Plan, console: Console) -> list[str] | None:
     return flags
 
 
-def find_longest(question: Question) -> LongestContext | None:
+def find_longest(request: PlanRequest) -> LongestContext | None:
     """The longest context with the best flags."""
-    configs = [question.config, *question.other_ranks]
-    return longest_context([Plan(config, question.machine) for config in configs])
+    configs = [request.config, *request.other_ranks]
+    return longest_context([Plan(config, request.machine) for config in configs])
 
 
 def say_longest(
-    question: Question, best: LongestContext | None, console: Console
+    request: PlanRequest, best: LongestContext | None, console: Console
 ) -> dict[str, object]:
     """Print the longest contexts: with the flags that were given, and with the best ones."""
     # What is left to the planner is chosen anew for every length.
-    plans = [Plan(each, question.machine) for each in candidates(question.config, question.machine)]
+    plans = [Plan(each, request.machine) for each in candidates(request.config, request.machine)]
     on_device, (tokens, plan) = (
         max(((longest(each, with_host=host), each) for each in plans), key=itemgetter(0))
         for host in (False, True)
@@ -126,8 +126,8 @@ def say_longest(
     if best is None:
         print_line(console, "longest context with the best flags: none fits")
         return found | {"best": None}
-    flags = training_flags(question.training, best.plan.config)
-    command, seconds = launch_command(flags, question.machine), best.plan.time.seconds
+    flags = training_flags(request.training, best.plan.config)
+    command, seconds = launch_command(flags, request.machine), best.plan.time.seconds
     print_line(
         console,
         f"longest context with the best flags: {best.tokens:,} tokens, limited by {best.limit}; "
@@ -159,17 +159,17 @@ def say_methods(plan: Plan, console: Console) -> dict[str, float]:
     return found
 
 
-def write(question: Question, found: dict, plan: Plan) -> None:
+def write(request: PlanRequest, found: dict, plan: Plan) -> None:
     """The files that were asked for."""
     text = json.dumps(found, indent=2)
-    if question.json == "-":
+    if request.json == "-":
         print(text)
-    elif question.json:
-        Path(question.json).write_text(text + "\n")
-    if question.plot:
+    elif request.json:
+        Path(request.json).write_text(text + "\n")
+    if request.plot:
         import matplotlib
 
         matplotlib.use("Agg")
         from megatron_untied.planner.plot import draw
 
-        draw(plan).savefig(question.plot, dpi=150)
+        draw(plan).savefig(request.plot, dpi=150)

@@ -18,6 +18,7 @@ import sys
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_untied.checkpoint import Progress
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout, documents_of
 from megatron_untied.data.datasets import Datasets, build_datasets
 from megatron_untied.data.tokenizers import build_tokenizer
@@ -27,6 +28,7 @@ from megatron_untied.training.arguments import parse_arguments
 from megatron_untied.training.batch import Batch
 from megatron_untied.training.initialize import errors_in_one_line, read_launch
 from megatron_untied.training.pretrain import pretrain
+from megatron_untied.training.told_once import errors_told_once
 
 
 def model_provider(config, groups, progress) -> UntiedGPTModel:
@@ -47,8 +49,8 @@ def model_provider(config, groups, progress) -> UntiedGPTModel:
     )
 
 
-def datasets_provider(config) -> Datasets:
-    """Samples of ``--data-path`` or ``--mock-data`` for the whole run."""
+def datasets_provider(config, start: Progress) -> Datasets:
+    """Samples of ``--data-path`` or ``--mock-data`` for a whole run that begins at ``start``."""
     data = config.data
     tokenizer = build_tokenizer(
         data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size
@@ -57,7 +59,7 @@ def datasets_provider(config) -> Datasets:
         data,
         tokenizer,
         seq_length=config.batch.seq_length,
-        num_samples=config.num_samples,
+        num_samples=config.num_samples(start),
         seed=config.seed,
     )
 
@@ -92,16 +94,17 @@ def forward_step(model, batch: Batch, token_weights: Tensor) -> Tensor:
 def main() -> None:
     """One rank of a run; torchrun starts as many as there are."""
     launch = read_launch()
-    with errors_in_one_line():
-        config = parse_arguments(sys.argv[1:], world_size=launch.world_size)
-    pretrain(
-        config,
-        launch,
-        model_provider=model_provider,
-        datasets_provider=datasets_provider,
-        get_batch=get_batch,
-        forward_step=forward_step,
-    )
+    with errors_told_once(launch):
+        with errors_in_one_line():
+            config = parse_arguments(sys.argv[1:], world_size=launch.world_size)
+        pretrain(
+            config,
+            launch,
+            model_provider=model_provider,
+            datasets_provider=datasets_provider,
+            get_batch=get_batch,
+            forward_step=forward_step,
+        )
     dist.destroy_process_group()
 
 

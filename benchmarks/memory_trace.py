@@ -25,11 +25,11 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 from rich.console import Console
-from rich.table import Table
 
 from megatron_untied.phases import Phase
 from megatron_untied.planner.auto import is_automatic
 from megatron_untied.planner.flags import complete
+from megatron_untied.planner.tables import print_line, print_table
 from megatron_untied.tracing.step import StepTrace, trace_step
 from megatron_untied.training.arguments import parse_arguments
 from megatron_untied.training.flag_values import count
@@ -79,21 +79,28 @@ def as_json(trace: StepTrace) -> dict[str, object]:
 
 def print_trace(trace: StepTrace, console: Console) -> None:
     """Two tables: the phases of a step, and what was alive at its highest moment."""
-    phases = Table("phase", "highest, GiB", title="Device memory by phase")
-    for name, peak in trace.peak_by_phase.items():
-        style = "bold" if name == trace.peak_phase else ""
-        phases.add_row(name, f"{peak.num_bytes / GIB:.2f}", style=style)
-    causes = Table("GiB", "allocated for", title=f"Alive at the peak, in {trace.peak_phase}")
-    for cause, num_bytes in trace.peak.by_cause.items():
-        if num_bytes >= trace.peak.num_bytes / 1000:
-            causes.add_row(f"{num_bytes / GIB:.2f}", cause)
-    console.print(phases, causes)
-    console.print(
+    phases = {
+        name + " <- peak" * (name == trace.peak_phase): [f"{peak.num_bytes / GIB:.2f}"]
+        for name, peak in trace.peak_by_phase.items()
+    }
+    print_table(console, "Device memory by phase", "phase", ["highest, GiB"], phases)
+    alive = {
+        cause: [f"{num_bytes / GIB:.2f}"]
+        for cause, num_bytes in trace.peak.by_cause.items()
+        if num_bytes >= trace.peak.num_bytes / 1000
+    }
+    title = f"Alive at the peak, in {trace.peak_phase}"
+    print_table(console, title, "allocated for", ["GiB"], alive)
+    print_line(
+        console,
         f"device peak {trace.peak.num_bytes / GIB:.2f} GiB, between steps "
-        f"{trace.model_state_bytes / GIB:.2f}; host {trace.host_bytes / GIB:.2f} GiB a rank\n"
+        f"{trace.model_state_bytes / GIB:.2f}; host {trace.host_bytes / GIB:.2f} GiB per rank",
+    )
+    print_line(
+        console,
         f"a layer: attention forward {trace.attention_forward_calls_per_layer:g} times a step, "
         f"{trace.exchange_bytes_per_layer / GIB:.2f} GiB exchanged; attention "
-        f"{trace.attention_flops:.4g} FLOPs a step"
+        f"{trace.attention_flops:.4g} FLOPs a step",
     )
 
 

@@ -161,6 +161,8 @@ launch() {
     python "$ROOT/tools/check_node.py" "${nodes[@]}" "${flags[@]}"
     # Buffers of many sizes follow each other: let memory that was given back be mapped anywhere.
     export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+    # After SIGTERM torchrun kills its ranks in 30 seconds: let them finish their step and save.
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-86400}"
     exec "${command[@]}"
 }
 

@@ -20,6 +20,7 @@ class Phase(StrEnum):
     """
 
     SETUP = "setup"
+    DATASETS = "building datasets"
     DATA = "data loading"
     FORWARD = "forward"
     ATTENTION_FORWARD = "attention forward"
@@ -36,7 +37,9 @@ class Phase(StrEnum):
     QKV_BACKWARD = "QKV backward tiles"
     """From the gradients of q, k and v to that of the layer's input."""
     OPTIMIZER = "optimizer step"
-    CHECKPOINT = "checkpoint"
+    LOADING = "loading"
+    """Of a checkpoint, as the next."""
+    SAVING = "saving"
 
 
 class MemoryCategory(StrEnum):

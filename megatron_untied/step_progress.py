@@ -134,6 +134,10 @@ class StepProgress:
         """One of several kernel calls between which ranks wait for each other is done."""
         self._mark(replace(self._last, calls=self._last.calls + 1))
 
+    def advance(self, units: float) -> None:
+        """So much of what :meth:`begin` announced is done; for what is not attention."""
+        self._mark(replace(self._last, units=self._last.units + units))
+
     def of_layer(self, layer: int, num_layers: int, num_chunks: int) -> "LayerProgress":
         """What the attention of ``layer`` (counted from 0) reports to."""
         return LayerProgress(self, layer, num_layers, num_chunks)

@@ -132,3 +132,12 @@ def test_a_step_adds_up_to_all_of_its_attention(memory, split):
 
 def test_backward_is_five_products_to_two():
     assert COST[Phase.ATTENTION_BACKWARD] / COST[Phase.ATTENTION_FORWARD] == 5 / 2
+
+
+def test_what_is_no_attention_advances_by_its_own_units():
+    progress = StepProgress()
+    progress.begin("iter_0000003", total_units=200, phase=Phase.LOADING)
+    for _ in range(3):
+        progress.advance(50)
+    assert progress.reached().fraction == 0.75
+    assert str(progress.reached()) == "iter_0000003, loading"

@@ -27,7 +27,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
-    output: Path = parser.parse_args(arguments).output
+    try:
+        write_corpus(parser.parse_args(arguments).output)
+    except OSError as error:
+        parser.exit(2, f"build_corpus: --output: {error}\n")
+
+
+def write_corpus(output: Path) -> None:
+    """Write the sources to ``output``, which has its name once it is complete.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    if output.is_dir():
+        raise IsADirectoryError(f"{output} is a folder; give the file to write")
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(output.name + ".partial")
     num_documents = num_characters = 0

@@ -10,7 +10,8 @@ ranks and carries its architecture and tokenizer:
     pretrain_gpt.py --load checkpoints/8b --finetune --use-checkpoint-args \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model checkpoints/8b/tokenizer ...
 
-Dtypes are kept unless --dtype is given; training saves fp32.
+Dtypes are kept unless --dtype is given. Training saves fp32: a trained model goes back in the dtype
+that it once came in.
 """
 
 import argparse
@@ -62,7 +63,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     back.add_argument("--hf-path", type=Path, required=True, help="folder to write")
     back.add_argument("--max-shard-gb", type=float, default=5.0, help="of a safetensors file")
     for direction in (into, back):
-        direction.add_argument("--dtype", choices=DTYPES, help="of the result (as it is)")
+        direction.add_argument("--dtype", choices=DTYPES, help="of the result (as it is, or came)")
     return parser.parse_args(arguments)
 
 
@@ -81,7 +82,8 @@ def megatron_to_hf(args: argparse.Namespace) -> None:
     source = Export.open(args.load, args.ckpt_step, DTYPES.get(args.dtype))
     with progress_bar("exporting", source.num_bytes) as advance:
         copied = source.write(args.hf_path, advance, max_shard_bytes=int(args.max_shard_gb * 10**9))
-    print(f"{args.hf_path}: {source.num_bytes:,} bytes; {describe(copied)}")
+    dtype = source.config["torch_dtype"]
+    print(f"{args.hf_path}: {source.num_bytes:,} bytes, {dtype}; {describe(copied)}")
 
 
 def describe(copied: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ Values that are not finite are left out.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -49,12 +48,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="image (loss.png beside the metrics)")
     parser.add_argument("--unigram-entropy", type=float, metavar="NATS", help="a line to be below")
     arguments = parser.parse_args(argv)
-    lines = read_metrics(arguments.metrics)
-    train, validation = curve(lines, "lm_loss"), curve(lines, "validation_loss")
+    try:
+        lines = read_metrics(arguments.metrics)
+        train, validation = curve(lines, "lm_loss"), curve(lines, "validation_loss")
+    except OSError as error:
+        parser.exit(2, f"plot_loss: {error}\n")
+    except (ValueError, AttributeError, KeyError) as error:  # no JSON, no objects, no iterations
+        reason = f"{arguments.metrics} is not a file of --metrics-jsonl ({error!r})"
+        parser.exit(2, f"plot_loss: {reason}\n")
     if not train[0] and not validation[0]:
-        sys.exit(f"{arguments.metrics} has no losses")
+        parser.exit(2, f"plot_loss: {arguments.metrics} has no losses\n")
     output = arguments.output or arguments.metrics.with_name("loss.png")
-    draw(train, validation, arguments.unigram_entropy).savefig(output, dpi=150)
+    if output.is_dir():  # savefig would write beside it
+        parser.exit(2, f"plot_loss: --output {output} is a folder; give the image to write\n")
+    try:
+        draw(train, validation, arguments.unigram_entropy).savefig(output, dpi=150)
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"plot_loss: --output {output}: {error}\n")
     print(f"wrote {output}")
 
 

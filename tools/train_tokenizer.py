@@ -18,6 +18,7 @@ from pathlib import Path
 
 import sentencepiece
 
+from megatron_untied.data.bad_lines import BadLines
 from megatron_untied.data.documents import find_files, read_documents
 
 
@@ -25,14 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the tool; ends with one line and exit code 1 for what the user can mend."""
     args = parse_arguments(arguments)
     try:
-        sentences = sample(lines(args.input), args.input_sentence_size, args.seed)
+        bad_lines = BadLines(args.on_bad_line)
+        sentences = sample(lines(args.input, bad_lines), args.input_sentence_size, args.seed)
         model = train_tokenizer(sentences, vocab_size=args.vocab_size)
         path = Path(f"{args.model_prefix}.model")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".partial").write_bytes(model)
         os.replace(path.with_suffix(".partial"), path)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(f"train_tokenizer: {error}")
+    for line in bad_lines.summary():
+        print(line)
     print(f"{path}: {args.vocab_size:,} tokens")
 
 
@@ -51,13 +55,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="lines to learn from, drawn at random from all (time and memory grow with them)",
     )
     parser.add_argument("--seed", type=int, default=1234, help="of that draw")
-    return parser.parse_args(arguments)
+    BadLines.add_flag(parser)
+    args = parser.parse_args(arguments)
+    for flag in ("vocab_size", "input_sentence_size"):
+        if getattr(args, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not positive")
+    return args
 
 
-def lines(inputs: Sequence[str]) -> Iterator[str]:
+def lines(inputs: Sequence[str], bad_lines: BadLines) -> Iterator[str]:
     """Lines of all documents, with their indentation: what SentencePiece calls sentences."""
-    for document in read_documents(find_files(inputs)):
-        yield from document.texts["text"].splitlines()
+    for document in read_documents(find_files(inputs), replace=bad_lines.replace):
+        if bad_lines.accepts(document):
+            yield from document.texts["text"].splitlines()
 
 
 def sample(sentences: Iterable[str], size: int, seed: int) -> list[str]:

@@ -6,17 +6,24 @@ of random states a rank, ``state.json`` and ``run_config.json``.
 """
 
 from megatron_untied.checkpoint.config import CheckpointConfig
-from megatron_untied.checkpoint.load import load_checkpoint
+from megatron_untied.checkpoint.load import bytes_to_read, describe_loading, load_checkpoint
+from megatron_untied.checkpoint.provenance import Provenance, Samples
 from megatron_untied.checkpoint.run_config import read_model_config
-from megatron_untied.checkpoint.save import require_place_to_save, save_checkpoint
+from megatron_untied.checkpoint.save import save_checkpoint
+from megatron_untied.checkpoint.start import Start, find_start
 from megatron_untied.checkpoint.state import Progress, TrainingState
 
 __all__ = [
     "CheckpointConfig",
     "Progress",
+    "Provenance",
+    "Samples",
+    "Start",
     "TrainingState",
+    "bytes_to_read",
+    "describe_loading",
+    "find_start",
     "load_checkpoint",
     "read_model_config",
-    "require_place_to_save",
     "save_checkpoint",
 ]

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron_untied.platform import device
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Exception)
 
 Gather = Callable[[Any], list[Any]]
 """This rank's value -> every rank's, in their order; collective over all ranks."""
@@ -48,7 +47,7 @@ def on_every_rank(action: Callable[[], T], gather: Gather = gather_rare) -> T:
         failure = error
     failures = gather(failure and (failure, socket.gethostname()))
     if any(failures):
-        raise raised_everywhere(_shared_failure(failure, failures))
+        raise _shared_failure(failure, failures)
     return result
 
 
@@ -75,16 +74,8 @@ def same_on_every_rank(action: Callable[[], T], what: str, gather: Gather = gath
     results = gather(result)
     for rank, other in enumerate(results):
         if other != results[0]:
-            raise raised_everywhere(
-                ValueError(
-                    f"{what} is {results[0]} on rank 0 and {other} on rank {rank}; "
-                    "all nodes must see the same file system there"
-                )
+            raise ValueError(
+                f"{what} is {results[0]} on rank 0 and {other} on rank {rank}; "
+                "all nodes must see the same file system there"
             )
     return result
-
-
-def raised_everywhere(error: E) -> E:
-    """``error``, marked as one that every rank raises alike: rank 0 alone needs to print it."""
-    error.raised_everywhere = True
-    return error

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_untied.checkpoint.directory import require_no_lfs_pointer
 from megatron_untied.config import ModelConfig
 
 STRUCTURE = {
@@ -72,8 +73,10 @@ class TensorFiles:
         """Read the index of a checkpoint.
 
         Raises:
-            ValueError: the index or one of the files is missing or cut off.
+            ValueError: the index or one of the files is missing, cut off or a Git LFS pointer.
         """
+        if (folder / ".metadata").is_file():
+            require_no_lfs_pointer(folder / ".metadata")
         try:
             index = dcp.FileSystemReader(folder).read_metadata()
         except Exception as error:  # whatever a spoilt pickle may raise
@@ -151,22 +154,6 @@ def _shown(field: str, value: Any) -> Any:
     return "unlimited" if value is None else f"{value - 1},0"  # as the flag counts
 
 
-def require_same_schedule(folder: Path, stored: Mapping, here: Mapping) -> None:
-    """Check that the learning rate schedule goes on as it began.
-
-    Raises:
-        ValueError: with the settings that differ and both values.
-    """
-    names = [name for name in stored if name != "num_steps" and name in here]
-    differing = [f"{n} {stored[n]}, here {here[n]}" for n in names if stored[n] != here[n]]
-    if differing:
-        raise ValueError(
-            f"{folder} has another schedule (steps are samples): {'; '.join(differing)}. Give it "
-            "the same --lr, --min-lr, --lr-warmup-iters, --lr-decay-iters (--train-iters, unless "
-            "given), --weight-decay and --global-batch-size, or start anew with --no-load-optim."
-        )
-
-
 def damaged(folder: Path, what: str) -> str:
     """What to say of a checkpoint that cannot be read, and what to do."""
     return f"{folder} is not a whole checkpoint: {what}. Choose another with --ckpt-step."
@@ -180,6 +167,8 @@ def _broken_files(folder: Path, index: Metadata) -> Iterator[str]:
     for name, end in sorted(ends.items()):
         path = folder / name
         size = path.stat().st_size if path.is_file() else 0
+        if 0 < size < end:
+            require_no_lfs_pointer(path)
         if size < end:
             yield f"{name} has {size} of {end} bytes"
 

@@ -4,6 +4,7 @@
 and ``latest_checkpointed_iteration.txt`` names it only after everything is on the disk.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 TRACKER = "latest_checkpointed_iteration.txt"
 INCOMPLETE = ".incomplete"
 REPLACED = ".replaced"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | None:
@@ -65,8 +67,8 @@ def staging_folder(directory: Path, iteration: int) -> Path:
     return directory / f"iter_{iteration:07d}{INCOMPLETE}"
 
 
-def make_writable(directory: Path) -> None:
-    """Make ``directory`` if it is not there.
+def make_writable(directory: Path, flag: str) -> None:
+    """Make ``directory``, which ``flag`` names, if it is not there.
 
     Raises:
         ValueError: it cannot be made, is no folder, or nothing can be written into it.
@@ -76,7 +78,7 @@ def make_writable(directory: Path) -> None:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise ValueError(
-            f"--save {directory}: {error.strerror}; give a folder that can be written to"
+            f"{flag} {directory}: {error.strerror}; give a folder that can be written to"
         ) from error
 
 
@@ -86,6 +88,21 @@ def start(directory: Path, iteration: int) -> None:
     for leftover in directory.glob(f"iter_*{INCOMPLETE}"):
         shutil.rmtree(leftover)
     staging_folder(directory, iteration).mkdir()
+
+
+def checkpoint_names(directory: Path) -> list[str]:
+    """What lies in ``directory`` under the name of a checkpoint or tracker, whoever wrote it."""
+    folders = (path.name for path in directory.glob("iter_*"))
+    found = [name for name in folders if name[5:].removesuffix(REPLACED).isdigit()]
+    return sorted(found) + [TRACKER] * (directory / TRACKER).exists()
+
+
+def set_aside(directory: Path, iteration: int) -> Path:
+    """Rename what lies where the checkpoint of an iteration belongs; its new place."""
+    folder = iteration_folder(directory, iteration)
+    places = (folder.with_name(f"{folder.name}.kept-{n}") for n in itertools.count(1))
+    place = next(path for path in places if not path.exists())
+    return folder.rename(place)
 
 
 def publish(directory: Path, iteration: int) -> None:
@@ -136,13 +153,28 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ValueError(f"{path} is missing: {path.parent} is not a whole checkpoint")
+    require_no_lfs_pointer(path)
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(), object_pairs_hook=_each_key_once)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not a JSON object; choose another with --ckpt-step")
     return values
+
+
+def require_no_lfs_pointer(path: Path) -> None:
+    """Check that a file holds its content, not the name under which Git LFS keeps it.
+
+    Raises:
+        ValueError: with the command that downloads the content.
+    """
+    with open(path, "rb") as file:
+        start = file.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+        raise ValueError(
+            f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in {path.parent}"
+        )
 
 
 def flush_folder(folder: Path) -> None:
@@ -152,6 +184,16 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads``, which would keep the last of several values without a word."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in values if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there more than once; remove all but one")
+    return values
 
 
 def _remove(folder: Path) -> None:

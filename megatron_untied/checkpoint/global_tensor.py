@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,12 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from megatron_untied.checkpoint.sequential_writer import SequentialWriter
 from megatron_untied.sharding.boxes import Box
@@ -94,13 +99,19 @@ def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
         dcp.save(dict(tensors), storage_writer=SequentialWriter(folder), planner=_SavePlanner())
 
 
-def read_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
+def read_tensors(
+    folder: Path,
+    tensors: Mapping[str, GlobalTensor],
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
     """Fill every rank's pieces in place, from any sharding and dtype; collective over all ranks.
+
+    ``advance`` is told how many bytes of a piece have been filled, one part after the other.
 
     Raises:
         CheckpointException: on every rank, if any of them could not read.
     """
-    TensorReader(folder).read(tensors)
+    TensorReader(folder).read(tensors, advance)
 
 
 class TensorReader:
@@ -113,10 +124,14 @@ class TensorReader:
         """Of a tensor in the files."""
         return self._reader.read_metadata().state_dict_metadata[name].properties.dtype
 
-    def read(self, tensors: Mapping[str, GlobalTensor]) -> None:
+    def read(
+        self,
+        tensors: Mapping[str, GlobalTensor],
+        advance: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
         """See :func:`read_tensors`."""
         with _with_or_without_ranks():
-            dcp.load(dict(tensors), storage_reader=self._reader, planner=_LoadPlanner())
+            dcp.load(dict(tensors), storage_reader=self._reader, planner=_LoadPlanner(advance))
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -128,8 +143,9 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self):
+    def __init__(self, advance: Callable[[int], None]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._advance = advance
 
     def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
         # The inherited method replaces objects that are not tensors by None.
@@ -138,6 +154,9 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].pieces[index.offset]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._advance(tensor.nbytes)
 
 
 class _IndexedReader(dcp.FileSystemReader):

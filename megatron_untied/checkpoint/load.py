@@ -1,6 +1,7 @@
 """Read a checkpoint into a run."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,11 +12,9 @@ from megatron_untied.checkpoint.compatibility import (
     TensorFiles,
     changed_settings,
     damaged,
-    require_same_schedule,
     require_same_structure,
 )
 from megatron_untied.checkpoint.config import CheckpointConfig
-from megatron_untied.checkpoint.directory import find_checkpoint
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, read_tensors
 from megatron_untied.checkpoint.random_state import (
     load_random_state,
@@ -23,6 +22,8 @@ from megatron_untied.checkpoint.random_state import (
     seed_generators,
 )
 from megatron_untied.checkpoint.run_config import model_config_of
+from megatron_untied.checkpoint.schedule import require_same_schedule, resume_schedule
+from megatron_untied.checkpoint.start import Start, find_start
 from megatron_untied.checkpoint.state import (
     Progress,
     RankLayout,
@@ -35,7 +36,14 @@ from megatron_untied.checkpoint.state import (
 logger = logging.getLogger(__name__)
 
 
-def load_checkpoint(config: CheckpointConfig, state: TrainingState, *, seed: int) -> Progress:
+def load_checkpoint(
+    config: CheckpointConfig,
+    state: TrainingState,
+    *,
+    seed: int,
+    start: Start | None = None,
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> Progress:
     """Continue from the checkpoint that ``config`` names: how far it was, or the very start.
 
     Collective over all ranks; works at any number of ranks and any split of them. Every check is
@@ -45,39 +53,65 @@ def load_checkpoint(config: CheckpointConfig, state: TrainingState, *, seed: int
         config: what to load.
         state: written in place.
         seed: for new random states, where those of the checkpoint do not fit the ranks.
+        start: what ``find_start`` has found; None looks for it.
+        advance: told about every so many bytes that are read, of :func:`bytes_to_read`.
 
     Raises:
         ValueError: on every rank: nothing there though it must be, a damaged checkpoint, another
             model, another schedule.
     """
-    folder = same_on_every_rank(lambda: _find(config), "the checkpoint in --load")
+    if start is None:
+        start = same_on_every_rank(lambda: find_start(config), "the checkpoint in --load")
+    folder = start.folder
     if folder is None:
-        return Progress()
-    with_optimizer = config.load_optim and not config.finetune and state.shards.has_moments
+        if config.load:
+            _warn(f"{config.load} has no checkpoint: starting from random weights")
+        return start.progress
+    with_optimizer = _with_optimizer(config, state)
     stored = on_every_rank(lambda: _check(folder, config, state, with_optimizer))
-    _read(folder, _tensors_to_fill(state, with_optimizer))
+    for note in start.notes:
+        _warn(note)
+    _read(folder, _tensors_to_fill(state, with_optimizer), advance)
     if with_optimizer:
         state.shards.set_step(stored.optimizer_step)
     state.shards.publish()
     if with_optimizer and state.scheduler is not None:
-        state.scheduler.load_state_dict(stored.scheduler)
-    if config.finetune:
-        return Progress()
-    if config.load_rng:
+        take_settings = config.use_checkpoint_opt_param_scheduler
+        resume_schedule(state.scheduler, stored.scheduler, take_settings=take_settings)
+    if config.load_rng and not config.finetune:
         _restore_random_state(folder, stored, state, seed)
-    return stored.progress
+    return start.progress
 
 
-def _find(config: CheckpointConfig) -> Path | None:
-    folder = find_checkpoint(Path(config.load), config.ckpt_step) if config.load else None
-    if folder is None and config.exit_on_missing_checkpoint:
-        raise ValueError(
-            f"--load {config.load} has no checkpoint and --exit-on-missing-checkpoint is given; "
-            "check the path, or leave the flag out to start from random weights"
-        )
-    if folder is None and config.load and dist.get_rank() == 0:
-        logger.warning("%s has no checkpoint: starting from random weights", config.load)
-    return folder
+def describe_loading(config: CheckpointConfig, start: Start) -> str:
+    """What :func:`load_checkpoint` has taken from the checkpoint, in one line."""
+    taken, progress = ["weights"], start.progress
+    if config.finetune:
+        return f"loaded {start.folder}: weights alone (--finetune)"
+    if config.load_optim:
+        taken.append("optimizer")
+        if not config.override_opt_param_scheduler:
+            taken.append("schedule")
+    if config.load_rng:
+        taken.append("random states")
+    position = f"{progress.consumed_samples} samples consumed"
+    if config.reset_data_position:
+        position = "samples begin anew (--reset-data-position)"
+    return f"loaded {start.folder}: iteration {progress.iteration}, {position}; {', '.join(taken)}"
+
+
+def bytes_to_read(config: CheckpointConfig, state: TrainingState) -> int:
+    """What this rank fills from a checkpoint, in its own dtypes; padding is in no file."""
+    return sum(
+        piece.tensor.nbytes
+        for shard in state.shards.shards(with_moments=_with_optimizer(config, state))
+        for _, tensor in tensors_of(shard)
+        for piece in state.layouts[shard.name].pieces(tensor, shard.boxes)
+    )
+
+
+def _with_optimizer(config: CheckpointConfig, state: TrainingState) -> bool:
+    return config.load_optim and not config.finetune and state.shards.has_moments
 
 
 def _check(
@@ -88,8 +122,9 @@ def _check(
     stored = StoredState.read(folder)
     if with_optimizer and stored.optimizer_step is None:
         raise ValueError(f"{folder} has weights only; give --finetune or --no-load-optim")
-    if with_optimizer and state.scheduler is not None:
-        require_same_schedule(folder, stored.scheduler, state.scheduler.state_dict())
+    chosen = config.override_opt_param_scheduler or config.use_checkpoint_opt_param_scheduler
+    if with_optimizer and state.scheduler is not None and not chosen:
+        require_same_schedule(folder, stored.scheduler, state.scheduler)
     expected = {
         name: layout.global_shape
         for layout in state.layouts.values()
@@ -97,17 +132,16 @@ def _check(
     }
     files = TensorFiles.open(folder)
     files.require(expected, allow_more=None if with_optimizer else "optimizer.")
-    changed = changed_settings(before, here)
-    if changed and dist.get_rank() == 0:
-        logger.warning("%s becomes another function of its input: %s", folder, "; ".join(changed))
+    if changed := changed_settings(before, here):
+        _warn(f"{folder} becomes another function of its input: {'; '.join(changed)}")
     if config.load_rng and stored.ranks == RankLayout.of(state.groups):
         read_random_state(folder, dist.get_rank())
     return stored
 
 
-def _read(folder: Path, tensors: dict[str, GlobalTensor]) -> None:
+def _read(folder: Path, tensors: dict[str, GlobalTensor], advance: Callable[[int], None]) -> None:
     try:
-        read_tensors(folder, tensors)
+        read_tensors(folder, tensors, advance)
     except CheckpointException as error:
         failure, _ = next(iter(error.failures.values()))
         reason = f"{type(failure).__name__} where its tensors are read"
@@ -133,8 +167,13 @@ def _restore_random_state(
         load_random_state(folder, rank)
         return
     seed_generators(seed + stored.progress.iteration)
-    if rank == 0 and stored.ranks is not None:
-        logger.warning(
-            "%s was saved by %s, here are %s: random numbers start anew from seed %d, iteration %d",
-            *(folder, stored.ranks, ranks, seed, stored.progress.iteration),
+    if stored.ranks is not None:
+        _warn(
+            f"{folder} was saved by {stored.ranks}, here are {ranks}: random numbers start anew "
+            f"from seed {seed}, iteration {stored.progress.iteration}"
         )
+
+
+def _warn(line: str) -> None:
+    if dist.get_rank() == 0:
+        logger.warning(line)

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_untied.checkpoint.directory import find_checkpoint, read_json, write_json
+from megatron_untied.checkpoint.provenance import RUN_CONFIG, Provenance, as_json
 from megatron_untied.config import ModelConfig, RotaryConfig
 from megatron_untied.model_problems import model_problems
-
-RUN_CONFIG = "run_config.json"
 
 
 def read_model_config(directory: str | Path, iteration: int | None = None) -> ModelConfig:
@@ -42,10 +41,16 @@ def model_config_of(folder: Path) -> ModelConfig:
     return model
 
 
-def write_run_config(folder: Path, model: ModelConfig, run_config: Any) -> None:
-    """Write the architecture and whatever else ``run_config``, a dataclass or None, says."""
+def write_run_config(
+    folder: Path, model: ModelConfig, run_config: Any, provenance: Provenance
+) -> None:
+    """Write the architecture, the provenance and the settings of ``run_config``.
+
+    ``run_config`` is a dataclass, or None where there was no run.
+    """
     others = dataclasses.asdict(run_config) if run_config is not None else {}
-    write_json(folder / RUN_CONFIG, others | {"model": dataclasses.asdict(model)})
+    model_values = {"model": dataclasses.asdict(model)}
+    write_json(folder / RUN_CONFIG, others | model_values | as_json(provenance))
 
 
 def _from_json(config: type, values: dict[str, Any], path: Path) -> Any:

@@ -1,5 +1,6 @@
 """Write a checkpoint."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import torch.distributed as dist
 from megatron_untied.checkpoint import directory as disk
 from megatron_untied.checkpoint.agreement import on_every_rank
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, in_blocks, write_tensors
+from megatron_untied.checkpoint.provenance import Provenance, is_of_run
 from megatron_untied.checkpoint.random_state import save_random_state
 from megatron_untied.checkpoint.run_config import write_run_config
+from megatron_untied.checkpoint.schedule import schedule_state
 from megatron_untied.checkpoint.state import (
     Progress,
     RankLayout,
@@ -18,14 +21,7 @@ from megatron_untied.checkpoint.state import (
     tensors_of,
 )
 
-
-def require_place_to_save(directory: str | Path) -> None:
-    """Make ``directory``, so that a mistake in its name costs no training; collective.
-
-    Raises:
-        ValueError: on every rank, if nothing can be written there.
-    """
-    on_every_rank(lambda: dist.get_rank() == 0 and disk.make_writable(Path(directory)))
+logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(
@@ -34,6 +30,7 @@ def save_checkpoint(
     progress: Progress,
     *,
     run_config: Any = None,
+    provenance: Provenance | None = None,
     save_retain_interval: int | None = None,
 ) -> Path:
     """Save ``state`` under ``directory/iter_<iteration>``: the folder, complete and on the disk.
@@ -45,10 +42,13 @@ def save_checkpoint(
         state: what to save; only moments that do not exist yet are made in it.
         progress: names the folder.
         run_config: a dataclass of settings to keep beside the weights.
+        provenance: of the checkpoint. Only checkpoints with its ``run_id`` are replaced or deleted;
+            whatever else has the name of this one is renamed.
         save_retain_interval: afterwards delete the checkpoint that was the latest, if its
             iteration is earlier and not a multiple of this.
     """
     directory, rank = Path(directory), dist.get_rank()
+    provenance = provenance or Provenance()
     staging = disk.staging_folder(directory, progress.iteration)
     on_every_rank(lambda: rank == 0 and disk.start(directory, progress.iteration))
     on_every_rank(lambda: save_random_state(staging, rank))
@@ -56,14 +56,32 @@ def save_checkpoint(
 
     def finish() -> None:
         _write_small_state(staging, state, progress)
-        write_run_config(staging, state.model_config, run_config)
-        before = disk.latest_iteration(directory) if save_retain_interval else None
-        disk.publish(directory, progress.iteration)
-        if before is not None and before < progress.iteration and before % save_retain_interval:
-            disk.retire(directory, before)
+        write_run_config(staging, state.model_config, run_config, provenance)
+        _publish(directory, progress.iteration, provenance.run_id, save_retain_interval)
 
     on_every_rank(lambda: rank == 0 and finish())
     return disk.iteration_folder(directory, progress.iteration)
+
+
+def _publish(
+    directory: Path, iteration: int, run_id: str | None, save_retain_interval: int | None
+) -> None:
+    """Make the staged checkpoint the latest, and delete the one before if it need not be kept."""
+    folder, before = disk.iteration_folder(directory, iteration), disk.latest_iteration(directory)
+    if folder.exists() and not is_of_run(folder, run_id):
+        kept = disk.set_aside(directory, iteration)
+        logger.warning("%s was not written by this run and is now %s", folder, kept.name)
+    disk.publish(directory, iteration)
+    if before is None:
+        return
+    if before > iteration:
+        logger.warning(
+            "%s now names iteration %d and no longer %d, whose checkpoint stays",
+            *(directory / disk.TRACKER, iteration, before),
+        )
+    elif save_retain_interval and before < iteration and before % save_retain_interval:
+        if is_of_run(disk.iteration_folder(directory, before), run_id):
+            disk.retire(directory, before)
 
 
 def _tensors(state: TrainingState) -> dict[str, GlobalTensor]:
@@ -81,5 +99,5 @@ def _write_small_state(folder: Path, state: TrainingState, progress: Progress) -
         progress=progress,
         ranks=RankLayout.of(state.groups),
         optimizer_step=state.shards.step(),
-        scheduler=state.scheduler.state_dict() if state.scheduler else None,
+        scheduler=schedule_state(state.scheduler) if state.scheduler else None,
     ).write(folder)

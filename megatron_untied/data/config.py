@@ -16,7 +16,7 @@ class DataConfig:
 
     tokenizer_type: TokenizerType
     tokenizer_model: str | None = None
-    """SentencePiece: the .model file. Hugging Face: a folder, or a name on the hub."""
+    """SentencePiece: the .model file. Hugging Face: a local folder."""
     vocab_size: int | None = None
     """Tokens the tokenizer must have; None takes what it has. NullTokenizer needs it and adds one
     token of its own, the end of document."""

@@ -12,7 +12,7 @@ from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.core.utils import log_single_rank
 from torch.utils.data import Dataset
 
-from megatron_untied.checkpoint.agreement import gather_objects, on_every_rank, raised_everywhere
+from megatron_untied.checkpoint.agreement import gather_objects, on_every_rank
 from megatron_untied.data.blend import SPLIT_NAMES, Blend, check_split, parse_blend
 from megatron_untied.data.config import DataConfig
 from megatron_untied.data.index_cache import in_turns
@@ -28,6 +28,7 @@ from megatron_untied.data.packed_documents import (
     PackedDocuments,
     PackedDocumentsConfig,
 )
+from megatron_untied.data.provenance import check_provenance
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,9 @@ def build_datasets(
     blend = parse_blend(data.data_path)
 
     def opened() -> list[IndexedFiles]:
-        return [_open(prefix, data, tokenizer) for prefix in blend.prefixes]
+        files = [_open(prefix, data, tokenizer) for prefix in blend.prefixes]
+        check_provenance(files, tokenizer)
+        return files
 
     files = on_every_rank(opened)
     fingerprints = tuple(pair.fingerprint() for pair in files)
@@ -154,11 +157,9 @@ def _require_same_documents(prefixes: Sequence[str], fingerprints: Sequence[str]
     for rank, (host, found) in enumerate(everyone):
         for prefix, ours, theirs in zip(prefixes, expected, found, strict=True):
             if ours != theirs:
-                raise raised_everywhere(
-                    ValueError(
-                        f"--data-path {prefix} holds other documents on rank {rank} ({host}) than "
-                        f"on rank 0 ({first_host}); copy the same files to all nodes"
-                    )
+                raise ValueError(
+                    f"--data-path {prefix} holds other documents on rank {rank} ({host}) than "
+                    f"on rank 0 ({first_host}); copy the same files to all nodes"
                 )
 
 

@@ -1,24 +1,42 @@
-"""Reads documents from JSON lines, plain-text files and folders of both, in a fixed order."""
+"""Reads documents from JSON lines, Parquet, text files and folders of them, in a fixed order."""
 
 import glob
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_JSON_LINES = (".jsonl", ".json")
+from megatron_untied.data.records import BYTE_ORDER_MARK, Record, check_readable, read_records
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a document is."""
+
+    file_index: int
+    """Among all files that are read."""
+    file: str
+    number: int
+    """Line or row, from 1; 0 is a whole file."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}" if self.number else self.file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One document as it was read."""
+    """One document as it was read, or what is wrong with it."""
 
-    where: str
-    """File, and line in a file of JSON lines: for messages."""
+    place: Place
     texts: dict[str, str]
-    """Its texts by JSON key; a plain-text file has "text" alone."""
+    """Its texts by JSON key; a plain-text file has "text" alone. Empty if there is a problem."""
     num_bytes: int
     """Bytes it takes in its file: for progress."""
+    problem: str | None = None
+    """Why it has no text."""
+    replaced: str | None = None
+    """What was no text and is U+FFFD now."""
 
 
 def find_files(inputs: Sequence[str]) -> list[Path]:
@@ -50,55 +68,115 @@ def _files_at(path: Path) -> list[Path]:
     return sorted(file for file in visible if file.is_file())
 
 
-def read_documents(files: Sequence[Path], keys: Sequence[str] = ("text",)) -> Iterator[Document]:
-    """Every line of ``.jsonl`` and ``.json`` files, every other file as a whole.
+def read_documents(
+    files: Sequence[Path],
+    keys: Sequence[str] = ("text",),
+    *,
+    replace: bool = False,
+    after: Place | None = None,
+) -> Iterator[Document]:
+    """Every record of ``.jsonl``, ``.json`` and ``.parquet`` files, every other file as a whole.
 
-    Text comes as it is, line endings and byte order marks included.
+    Names that end in ``.gz`` or ``.zst`` are decompressed. Text comes as it is, line endings and
+    byte order marks included, except a mark that begins a line of JSON. A document that cannot be
+    read is one with a problem; with ``replace`` U+FFFD stands for lone surrogates and bytes that
+    are not UTF-8. ``after`` leaves out all up to and with the document there.
 
     Raises:
-        ValueError: with file and line, for what is not UTF-8, not JSON, or lacks a key.
+        ValueError, OSError, ImportError: at once, if a file can be read in no case.
     """
     for file in files:
-        if file.suffix in _JSON_LINES:
-            yield from _json_lines(file, keys)
-        elif tuple(keys) != ("text",):
-            raise ValueError(f"{file} is plain text: --json-keys {' '.join(keys)} needs JSON lines")
-        else:
-            data = file.read_bytes()
-            texts = {"text": _decode(data, str(file))}
-            yield Document(where=str(file), texts=texts, num_bytes=len(data))
+        check_readable(file, keys)
+    return _documents(files, keys, replace, after or Place(file_index=0, file="", number=-1))
 
 
-def _json_lines(file: Path, keys: Sequence[str]) -> Iterator[Document]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.isspace():
+def _documents(
+    files: Sequence[Path], keys: Sequence[str], replace: bool, after: Place
+) -> Iterator[Document]:
+    skipped_bytes = 0
+    for index, file in enumerate(files):
+        if index < after.file_index:
+            skipped_bytes += file.stat().st_size
+            continue
+        for record in read_records(file, keys):
+            if index == after.file_index and record.number <= after.number:
+                skipped_bytes += record.num_bytes
                 continue
-            where = f"{file}:{number}"
+            place = Place(file_index=index, file=str(file), number=record.number)
+            num_bytes, skipped_bytes = skipped_bytes + record.num_bytes, 0
             try:
-                fields = json.loads(_decode(line, where))
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{where}: not a line of JSON ({error.msg} at column {error.colno}); "
-                    "each line must be one object"
-                ) from error
-            texts = {key: _text(fields, key, where) for key in keys}
-            yield Document(where=where, texts=texts, num_bytes=len(line))
+                texts, replaced = _texts(record, keys, replace)
+            except ValueError as error:
+                yield Document(place=place, texts={}, num_bytes=num_bytes, problem=str(error))
+            else:
+                yield Document(place=place, texts=texts, num_bytes=num_bytes, replaced=replaced)
 
 
-def _text(fields: object, key: str, where: str) -> str:
-    text = fields.get(key) if isinstance(fields, dict) else None
-    if not isinstance(text, str):
-        found = ", ".join(fields) if isinstance(fields, dict) else type(fields).__name__
-        raise ValueError(f"{where}: no text under the key {key!r} of --json-keys; found: {found}")
-    return text
+def records_digest(file: Path, keys: Sequence[str], last: int) -> str:
+    """Changes when one of the records up to number ``last`` does."""
+    digest = hashlib.blake2b(digest_size=16)
+    for record in read_records(file, keys):
+        if record.number > last:
+            break
+        digest.update(repr((record.number, record.content)).encode())
+    return digest.hexdigest()
 
 
-def _decode(data: bytes, where: str) -> str:
+def _texts(record: Record, keys: Sequence[str], replace: bool) -> tuple[dict[str, str], str | None]:
+    """The texts of a record by key, and what was replaced in them."""
+    if record.problem:
+        raise ValueError(record.problem)
     try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where}: not UTF-8 (byte 0x{data[error.start]:02x} at {error.start}); convert the "
-            "file or leave it out"
-        ) from error
+        return _decoded(record, keys, errors="strict"), None
+    except UnicodeError as error:
+        problem = _not_text(error)
+        if not replace:
+            raise ValueError(problem) from error
+        return _decoded(record, keys, errors="replace"), problem
+
+
+def _decoded(record: Record, keys: Sequence[str], *, errors: str) -> dict[str, str]:
+    content = record.content
+    if isinstance(content, bytes) and record.number == 0:
+        content = {"text": content}
+    elif isinstance(content, bytes):
+        content = _json(content.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors))
+    texts = {}
+    for key in keys:
+        value = content.get(key) if isinstance(content, dict) else None
+        text = value.decode("utf-8", errors) if isinstance(value, bytes) else value
+        if not isinstance(text, str):
+            raise ValueError(_no_text(content, key))
+        if errors == "strict":
+            text.encode("utf-8")  # finds lone surrogates, which JSON can hold and no text can
+        else:
+            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", errors)
+        texts[key] = text
+    return texts
+
+
+def _json(line: str) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at column {error.colno}"
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; nesting
+        reason = str(error)
+    raise ValueError(f"not a line of JSON ({reason}); each line must be one object")
+
+
+def _no_text(content: object, key: str) -> str:
+    problem = f"no text under the key {key!r} of --json-keys"
+    if not isinstance(content, dict):
+        return f"{problem}; found: {type(content).__name__}"
+    if key not in content:
+        return f"{problem}; found: {', '.join(content) or 'no key at all'}"
+    value = content[key]
+    return f"{problem}: its value is {'null' if value is None else f'a {type(value).__name__}'}"
+
+
+def _not_text(error: UnicodeError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start})"
+    surrogate = ord(error.object[error.start])
+    return f"U+{surrogate:04X} at character {error.start} is half of a pair (a lone surrogate)"

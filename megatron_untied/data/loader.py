@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_untied.data.worker_signals import blocked_signals, end_with_parent
+
 FIELDS = ("tokens", "labels", "loss_mask", "positions")
 
 
@@ -64,10 +66,12 @@ def micro_batches(
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_stack,
+        worker_init_fn=end_with_parent,
         # Otherwise the loader draws its seed from the run's own random numbers.
         generator=torch.Generator(),
     )
-    return map(_require_batch, iter(loader))
+    with blocked_signals():  # workers are forked here
+        return map(_require_batch, iter(loader))
 
 
 class _Samples(Dataset):

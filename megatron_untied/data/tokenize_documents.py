@@ -1,9 +1,10 @@
 """Turns documents into token ids on several processes, in the order of the documents."""
 
+import logging
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing.connection import Connection
@@ -12,59 +13,120 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType
 from megatron.core.tokenizers import MegatronTokenizerBase
 
-from megatron_untied.data.documents import Document
+from megatron_untied.data.documents import Document, Place
+from megatron_untied.data.long_texts import PART_CHARACTERS, EncodeParts, parts_encoder
 
-_BATCH_BYTES = 1 << 18
+logger = logging.getLogger(__name__)
+
+_BATCH_CHARACTERS = 1 << 18
+_CHARACTERS_TO_WAIT_FOR = 16 * PART_CHARACTERS
+
+Advance = Callable[[int], None]
+"""Takes the bytes of the files that were tokenized since the last call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedDocument:
-    """The token ids of a document by JSON key; empty where there is no text."""
+    """The token ids of a document by JSON key, empty where there is no text, or its problem."""
 
+    place: Place
     ids: dict[str, np.ndarray]
     num_bytes: int
+    """Bytes it takes in its file, less those that were told while it was encoded."""
+    problem: str | None = None
+    replaced: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-    """Text to token ids, checked and in the dtype they are stored in."""
+    """Text to token ids, checked and in the dtype they are stored in.
 
-    tokenizer: MegatronTokenizerBase
-    append_eod: bool
+    ``bos`` begins and ``eod`` ends every document that has text; None leaves them out. Unless
+    ``parse_special_tokens``, a text that holds the end of document is a problem.
+    """
 
-    @property
-    def dtype(self) -> type[np.integer]:
-        """The smallest dtype that Megatron stores this vocabulary in."""
-        return DType.optimal_dtype(self.tokenizer.vocab_size)
+    def __init__(
+        self,
+        tokenizer: MegatronTokenizerBase,
+        *,
+        append_eod: bool,
+        bos: int | None = None,
+        parse_special_tokens: bool = False,
+    ):
+        self.dtype: type[np.integer] = DType.optimal_dtype(tokenizer.vocab_size)
+        self._tokenizer = tokenizer
+        self._vocab_size, self._eod = tokenizer.vocab_size, tokenizer.eod
+        self._before = [] if bos is None else [bos]
+        self._after = [tokenizer.eod] if append_eod else []
+        self._parse_special_tokens = parse_special_tokens
+        self._parts: EncodeParts | None = parts_encoder(
+            tokenizer, parse_special_tokens=parse_special_tokens
+        )
 
-    def __call__(self, document: Document) -> EncodedDocument:
-        """Raises ValueError, with the place of the document, if a text cannot be encoded."""
+    def __call__(
+        self, document: Document, advance: Advance = lambda num_bytes: None
+    ) -> EncodedDocument:
+        """Encode all texts; ``advance`` is called between the parts of long ones."""
+        ids, problem, done = {}, document.problem, 0
+        num_characters = sum(map(len, document.texts.values()))
         try:
-            ids = {key: self._encode(text) for key, text in document.texts.items()}
+            for key, text in document.texts.items():
+                ids[key] = []
+                for behind, part in self._encode(text):
+                    ids[key].append(self._checked(part))
+                    if behind < len(text):
+                        now = document.num_bytes * behind // num_characters
+                        advance(max(0, now - done))
+                        done = max(now, done)
+            ids = {key: self._joined(parts) for key, parts in ids.items()}
         except ValueError as error:
-            raise ValueError(f"{document.where}: {error}") from error
-        return EncodedDocument(ids=ids, num_bytes=document.num_bytes)
+            ids, problem = {}, str(error)
+        return EncodedDocument(
+            place=document.place,
+            ids=ids,
+            num_bytes=document.num_bytes - done,
+            problem=problem,
+            replaced=document.replaced,
+        )
 
-    def _encode(self, text: str) -> np.ndarray:
-        text.encode("utf-8")  # raises what is wrong with lone surrogates; tokenizers do not say
-        ids = self.tokenizer.tokenize(text) if text else []
-        if ids and not 0 <= min(ids) <= max(ids) < self.tokenizer.vocab_size:
+    def waits_for(self, document: Document) -> bool:
+        """Whether the document is long and its tokens come all at once."""
+        longest = max(map(len, document.texts.values()), default=0)
+        return not self._parts and longest > _CHARACTERS_TO_WAIT_FOR
+
+    def _encode(self, text: str) -> Iterable[tuple[int, list[int]]]:
+        if self._parts and len(text) > PART_CHARACTERS:
+            return self._parts(text)
+        return [(len(text), self._tokenizer.tokenize(text))] if text else []
+
+    def _checked(self, part: list[int]) -> np.ndarray:
+        ids = np.array(part, dtype=np.int64)
+        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if len(outside):
+            raise ValueError(f"token {outside[0]} is outside the vocabulary of {self._vocab_size}")
+        if not self._parse_special_tokens and (ids == self._eod).any():
             raise ValueError(
-                f"token {max(ids) if min(ids) >= 0 else min(ids)} is outside the vocabulary of "
-                f"{self.tokenizer.vocab_size}"
+                f"its text gives the end-of-document token {self._eod}, a boundary where no "
+                "document ends; --parse-special-tokens takes it as one"
             )
-        if ids and self.append_eod:
-            ids = [*ids, self.tokenizer.eod]
-        return np.array(ids, dtype=self.dtype)
+        return ids.astype(self.dtype)
+
+    def _joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        if not any(map(len, parts)):
+            return np.empty(0, dtype=self.dtype)
+        return np.concatenate([self._before, *parts, self._after]).astype(self.dtype)
 
 
 def encode_in_order(
-    documents: Iterable[Document], encode: Encoder, *, num_workers: int
+    documents: Iterable[Document],
+    encode: Encoder,
+    *,
+    num_workers: int,
+    advance: Advance = lambda num_bytes: None,
 ) -> Iterator[EncodedDocument]:
     """Encode on ``num_workers`` processes; each holds one batch, so memory stays bounded.
 
     Raises:
-        ValueError: what reading or encoding a document raised.
+        ValueError: what reading a document raised.
         RuntimeError: if a process died.
     """
     workers = [_Worker(encode) for _ in range(num_workers)]
@@ -72,18 +134,24 @@ def encode_in_order(
     try:
         for worker, batch in zip(cycle(workers), _batches(documents), strict=False):
             if len(busy) == num_workers:
-                yield from busy.popleft().receive()
+                yield from busy.popleft().receive(advance)
+            for document in filter(encode.waits_for, batch):
+                logger.warning(
+                    "%s: %d bytes are tokenized in one call, for this tokenizer may give other ids "
+                    "if a text is cut; no progress is shown until it returns",
+                    *(document.place, document.num_bytes),
+                )
             worker.send(batch)
             busy.append(worker)
         while busy:
-            yield from busy.popleft().receive()
+            yield from busy.popleft().receive(advance)
     finally:
         for worker in workers:
             worker.stop()
 
 
 class _Worker:
-    """A process that answers every batch of documents with its ids or its ValueError."""
+    """A process that answers every batch of documents with counts of bytes, then with its ids."""
 
     def __init__(self, encode: Encoder):
         # A fork has the tokenizer already: nothing to load, nothing to pickle.
@@ -98,17 +166,17 @@ class _Worker:
     def send(self, batch: list[Document]) -> None:
         self._pipe.send(batch)
 
-    def receive(self) -> list[EncodedDocument]:
+    def receive(self, advance: Advance) -> list[EncodedDocument]:
         try:
-            answer = self._pipe.recv()
+            while isinstance(answer := self._pipe.recv(), int):
+                advance(answer)
         except EOFError:
             self._process.join()
             raise RuntimeError(
                 f"a tokenizer process died (exit code {self._process.exitcode}; -9 is most often "
                 "a lack of memory: give fewer --workers)"
             ) from None
-        if isinstance(answer, ValueError):
-            raise answer
+        advance(sum(document.num_bytes for document in answer))
         return answer
 
     def stop(self) -> None:
@@ -125,20 +193,16 @@ def _serve(pipe: Connection, parents_end: Connection, encode: Encoder) -> None:
             batch = pipe.recv()
         except (EOFError, ConnectionError):
             return
-        try:
-            answer = [encode(document) for document in batch]
-        except ValueError as error:
-            answer = ValueError(str(error))
-        pipe.send(answer)
+        pipe.send([encode(document, pipe.send) for document in batch])
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, num_bytes = [], 0
+    batch, size = [], 0
     for document in documents:
         batch.append(document)
-        num_bytes += document.num_bytes
-        if num_bytes >= _BATCH_BYTES:
+        size += 1 + sum(map(len, document.texts.values()))
+        if size >= _BATCH_CHARACTERS:
             yield batch
-            batch, num_bytes = [], 0
+            batch, size = [], 0
     if batch:
         yield batch

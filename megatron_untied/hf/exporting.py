@@ -13,7 +13,9 @@ from torch import Tensor
 from megatron_untied.checkpoint.compatibility import TensorFiles
 from megatron_untied.checkpoint.directory import find_checkpoint
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, TensorReader, row_blocks
+from megatron_untied.checkpoint.provenance import read_provenance
 from megatron_untied.checkpoint.run_config import model_config_of
+from megatron_untied.checkpoint.state import StoredState
 from megatron_untied.config import ModelConfig
 from megatron_untied.hf.config import model_config_to_hf
 from megatron_untied.hf.importing import Advance
@@ -53,7 +55,8 @@ class Export:
         Args:
             load: folder of checkpoints.
             iteration: which of them; None is the latest.
-            dtype: of the folder; None keeps each tensor's (fp32 after training).
+            dtype: of the folder; None is the dtype that the weights came in from a Hugging Face
+                folder before they were trained, or else the checkpoint's.
 
         Raises:
             ValueError: there is no whole checkpoint, or no Hugging Face architecture like it.
@@ -68,6 +71,7 @@ class Export:
         like = read_config(small_files) if small_files and (small_files / CONFIG).exists() else {}
         TensorFiles.open(checkpoint).require(expected, allow_more="optimizer.")
         reader = TensorReader(checkpoint)
+        dtype = dtype or _dtype_before_training(checkpoint)
         specs = {
             name: TensorSpec(one.local_shape, dtype or reader.dtype(f"model.{one.name}"))
             for name, one in layouts.items()
@@ -128,3 +132,9 @@ class Export:
             self.reader.read({f"model.{layout.name}": GlobalTensor(layout.global_shape, pieces)})
             yield block
             advance(block.nbytes)
+
+
+def _dtype_before_training(checkpoint: Path) -> torch.dtype | None:
+    """What the weights came in as, if they have been trained since: training saves fp32."""
+    source, trained = read_provenance(checkpoint).source_dtype, StoredState.read(checkpoint)
+    return getattr(torch, source) if source and trained.optimizer_step is not None else None

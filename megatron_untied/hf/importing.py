@@ -1,6 +1,8 @@
 """A Hugging Face folder becomes a checkpoint."""
 
 import functools
+import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_untied.checkpoint import Progress
+from megatron_untied.checkpoint import Progress, Provenance
 from megatron_untied.checkpoint import directory as disk
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, row_blocks, write_tensors
 from megatron_untied.checkpoint.run_config import write_run_config
@@ -76,7 +78,7 @@ class Import:
         Raises:
             ValueError: there are checkpoints in ``save``.
         """
-        if disk.latest_iteration(save) is not None:
+        if disk.checkpoint_names(save):
             raise ValueError(f"{save} holds checkpoints already; give another --save")
         disk.start(save, 0)
         staging = disk.staging_folder(save, 0)
@@ -84,7 +86,8 @@ class Import:
         StoredState(progress=Progress(), ranks=None, optimizer_step=None, scheduler=None).write(
             staging
         )
-        write_run_config(staging, self.model, None)
+        provenance = Provenance(run_id=uuid.uuid4().hex, source_dtype=self._usual_dtype())
+        write_run_config(staging, self.model, None, provenance)
         copied = copy_small_files(self.folder, save / FOLDER, config=True)
         disk.publish(save, 0)
         return copied
@@ -108,6 +111,11 @@ class Import:
     def _spec(self, name: str) -> TensorSpec:
         stored = self.tensors.specs[name]
         return TensorSpec(stored.shape, self.dtype or stored.dtype)
+
+    def _usual_dtype(self) -> str:
+        """Of most tensors of the checkpoint, by its name in torch and in ``config.json``."""
+        dtypes = Counter(self._spec(name).dtype for name in self.layouts)
+        return str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
 
     def _require_one_dtype_each(self) -> None:
         first: dict[str, str] = {}

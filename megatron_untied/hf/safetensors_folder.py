@@ -1,6 +1,7 @@
 """Folders of safetensors files, one file or several with an index, read and written by rows."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_untied.checkpoint.directory import read_json
+from megatron_untied.checkpoint.directory import read_json, require_no_lfs_pointer
+
+logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -41,18 +44,20 @@ class SafetensorsFolder:
     """The tensors of a folder, none of them in memory."""
 
     def __init__(self, folder: Path):
-        """Read the index and the header of every file.
+        """Read the index and the header of every file that it lists.
+
+        Of a folder with an index, the tensors are those of the index, each from the file that the
+        index names. Other copies, and files that the index does not list, are not read.
 
         Raises:
-            ValueError: no safetensors, a file that the index names is missing or damaged, a tensor
-                is not where the index says, or it holds no weights.
+            ValueError: no safetensors, several files without an index, a damaged index, a file that
+                the index names is missing or damaged, a tensor is not in its file, or it holds no
+                weights.
         """
         self._files: dict[str, Path] = {}
         self.specs: dict[str, TensorSpec] = {}
-        for path, expected in _files(folder).items():
-            found = _read_header(path)
-            if absent := sorted(set(expected) - found.keys()):
-                raise ValueError(f"{path} has no {absent[0]}, which {INDEX} places there")
+        for path, names in _files(folder).items():
+            found = _read_header(path, names)
             self.specs |= found
             self._files |= dict.fromkeys(found, path)
 
@@ -92,32 +97,58 @@ def write_safetensors_folder(
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _files(folder: Path) -> dict[Path, list[str]]:
-    """The files to read and the tensors that the index, if there is one, places in each."""
-    index = folder / INDEX
-    if index.is_file():
-        placed: dict[Path, list[str]] = {}
-        for name, file in read_json(index).get("weight_map", {}).items():
-            placed.setdefault(folder / file, []).append(name)
-        if missing := [path.name for path in placed if not path.is_file()]:
+def _files(folder: Path) -> dict[Path, list[str] | None]:
+    """The files to read and the names of the tensors in each; None is all of them."""
+    present = sorted(path.name for path in folder.glob("*.safetensors"))
+    if (folder / INDEX).is_file():
+        placed = _placed(folder / INDEX)
+        if missing := sorted(placed.keys() - set(present)):
             raise ValueError(
                 f"{folder} lacks {', '.join(missing)}, named by {INDEX}; download the rest"
             )
-        return placed
-    if not (folder / SINGLE).is_file():
-        kinds = sorted({path.suffix for path in folder.glob("*model*") if path.is_file()})
+        if unlisted := [name for name in present if name not in placed]:
+            logger.warning("%s: not in %s, so not read: %s", folder, INDEX, ", ".join(unlisted))
+        return {folder / name: tensors for name, tensors in placed.items()}
+    if SINGLE in present:
+        return {folder / SINGLE: None}
+    if present:
         raise ValueError(
-            f"{folder} has neither {SINGLE} nor {INDEX} (model files there end in "
-            f"{', '.join(kinds) or 'nothing'}); only safetensors can be converted"
+            f"{folder} has {', '.join(present[:3])}{', ...' if len(present) > 3 else ''} but "
+            f"neither {INDEX} nor {SINGLE}, so which tensors count is unknown; download {INDEX}, "
+            f"or rename a file that holds the whole model to {SINGLE}"
         )
-    return {folder / SINGLE: []}
+    kinds = sorted({path.suffix for path in folder.glob("*model*") if path.is_file()})
+    raise ValueError(
+        f"{folder} has neither {SINGLE} nor {INDEX} (model files there end in "
+        f"{', '.join(kinds) or 'nothing'}); only safetensors can be converted"
+    )
 
 
-def _read_header(path: Path) -> dict[str, TensorSpec]:
+def _placed(index: Path) -> dict[str, list[str]]:
+    """The tensors that an index places in each file."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map that places tensors; download it again")
+    placed: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(
+                f"{index} places {name} in {file!r}, which is not a file of its folder; "
+                "download it again"
+            )
+        placed.setdefault(file, []).append(name)
+    return placed
+
+
+def _read_header(path: Path, names: list[str] | None) -> dict[str, TensorSpec]:
+    require_no_lfs_pointer(path)
     specs = {}
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():
+            held = file.keys()
+            if absent := sorted(set(names or ()) - set(held)):
+                raise ValueError(f"{path} has no {absent[0]}, which {INDEX} places there")
+            for name in held if names is None else names:
                 view = file.get_slice(name)
                 if view.get_dtype() not in DTYPES:
                     raise ValueError(

@@ -62,8 +62,10 @@ def describe(plan: Plan) -> str:
     config, machine = plan.config, plan.machine
     granularity = config.memory.recompute_granularity
     recompute = f"--recompute-granularity {granularity}" if granularity else "no recomputation"
+    assumed = f" | assumed: {machine.gpu.assumed}" if machine.gpu.assumed else ""
     return (
         f"planned: --cp-heads-per-chunk {config.parallel.heads_per_chunk}, {recompute} | "
         f"{plan.peak.num_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB on a GPU, "
         f"{plan.host.total() / GIB:.1f} of {machine.host_bytes / GIB:.1f} GiB a rank on the host"
+        + assumed
     )

@@ -1,15 +1,15 @@
 """The command line of a planner: the flags of training, and those that say on what it would run."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_untied.checkpoint.run_config import read_model_config
-from megatron_untied.planner.machine import DEFAULT_GPU, DEFAULT_HOST_GIB, Machine, read_gpus
+from megatron_untied.planner.machine import Machine
+from megatron_untied.planner.machine_flags import add_machine_flags, machine_of
 from megatron_untied.training.arguments import parse_arguments, parse_flags
 from megatron_untied.training.config import RunConfig
-from megatron_untied.training.flag_values import count, real
 
 ASSUMED = {
     "micro_batch_size": ["--micro-batch-size", "1"],
@@ -28,6 +28,12 @@ class Question:
 
     config: RunConfig
     machine: Machine
+    training: tuple[str, ...]
+    """Flags of training, with what was assumed."""
+    other_ranks: tuple[RunConfig, ...] = ()
+    """The same run with other ways to split the ranks, where the flags leave that open."""
+    assumed_length: bool
+    """No length was given: it is to be found."""
     max_context: bool
     compare: bool
     buffers: bool
@@ -42,23 +48,47 @@ def parse_question(argv: Sequence[str], description: str | None = None) -> Quest
         ValueError: as ``parse_arguments`` does.
     """
     own, training = own_parser(description).parse_known_args(argv)
-    gpu = read_gpus()[own.gpu]
-    machine = Machine(
-        gpus_per_node=own.gpus_per_node,
-        nodes=own.nodes,
-        gpu=gpu,
-        gpu_memory_gib=own.gpu_memory_gib or gpu.memory_gib,
-        host_memory_gib=own.host_memory_gib,
+    machine = machine_of(own)
+    words, given = complete(training), parse_flags(training)
+    assumed_length = own.max_context and "seq_length" not in given
+    if assumed_length:
+        words += ["--seq-length", str(_shortest(given, machine))]
+    other_ranks = ()
+    if own.max_context and "context_parallel_size" not in given:
+        splits = _splits(given, machine)
+        other_ranks = tuple(
+            parse_arguments([*words, *split], world_size=machine.world_size) for split in splits
+        )
+    return Question(
+        config=parse_arguments(words, world_size=machine.world_size),
+        machine=machine,
+        training=tuple(words),
+        other_ranks=other_ranks,
+        assumed_length=assumed_length,
+        max_context=own.max_context,
+        compare=own.compare,
+        buffers=own.buffers,
+        json=own.json,
+        plot=own.plot,
     )
-    config = parse_arguments(complete(training), world_size=machine.world_size)
-    said = {
-        "max_context": own.max_context,
-        "compare": own.compare,
-        "buffers": own.buffers,
-        "json": own.json,
-        "plot": own.plot,
-    }
-    return Question(config=config, machine=machine, **said)
+
+
+def _shortest(given: Mapping[str, Any], machine: Machine) -> int:
+    """A length that divides over all ranks, however they are split."""
+    return 2 * machine.world_size * given.get("tensor_model_parallel_size", 1)
+
+
+def _splits(given: Mapping[str, Any], machine: Machine) -> Iterator[list[str]]:
+    """Flags that let all ranks share one sequence: over all nodes, and by a ring of nodes."""
+    t = given.get("tensor_model_parallel_size", 1)
+    p, per_node = machine.world_size // t, machine.gpus_per_node // t
+    if p == 1 or given.keys() & {"cp_comm_type", "hierarchical_context_parallel_sizes"}:
+        return
+    shared = ["--context-parallel-size", str(p)]
+    yield shared
+    if machine.nodes > 1 and per_node * machine.nodes == p and not given.get("window_size"):
+        sizes = ["--hierarchical-context-parallel-sizes", str(per_node), str(machine.nodes)]
+        yield [*shared, "--cp-comm-type", "a2a+p2p", *sizes]
 
 
 def complete(training: Sequence[str]) -> list[str]:
@@ -89,20 +119,12 @@ def own_parser(description: str | None = None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Flags of training: python pretrain_gpt.py --help",
     )
-    built.add_argument("--gpus-per-node", type=count, default=8, help="ranks of a node (8)")
-    built.add_argument("--nodes", type=count, default=1, help="(1)")
+    add_machine_flags(built)
     built.add_argument(
-        "--gpu", choices=sorted(read_gpus()), default=DEFAULT_GPU, help=f"({DEFAULT_GPU})"
-    )
-    built.add_argument("--gpu-memory-gib", type=real(5.0, 1e6), help="of one GPU (as --gpu has)")
-    built.add_argument(
-        "--host-memory-gib",
-        type=real(1.0, 1e6),
-        default=float(DEFAULT_HOST_GIB),
-        help=f"of one node ({DEFAULT_HOST_GIB})",
-    )
-    built.add_argument(
-        "--max-context", action="store_true", help="also the longest sequence that fits"
+        "--max-context",
+        action="store_true",
+        help="also the longest context that fits, with these flags and with the best ones; needs "
+        "no --seq-length",
     )
     built.add_argument(
         "--compare", action="store_true", help="also what published methods would take"

@@ -2,7 +2,7 @@
 
 import importlib.resources
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GIB = 1 << 30
 DEVICE_RESERVE_GIB = 4
@@ -10,7 +10,6 @@ DEVICE_RESERVE_GIB = 4
 HOST_RESERVE_GIB = 2
 """For each rank's process: Python, libraries, CUDA's part on the host."""
 DEFAULT_GPU = "h100-80"
-DEFAULT_HOST_GIB = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +31,14 @@ class Gpu:
     """To other nodes."""
     pcie_gb_per_second: float
     """To the host."""
+    host_memory_gib: float
+    """Of the node that it is usually sold in."""
     source: str
+    """Where the rates come from."""
+    cuda_names: tuple[str, ...] = ()
+    """What CUDA calls it."""
+    assumed: str = ""
+    """What of it is an assumption, for the user to check; empty if nothing is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +49,7 @@ class Machine:
     nodes: int = 1
     gpu: Gpu
     gpu_memory_gib: float
-    host_memory_gib: float = DEFAULT_HOST_GIB
+    host_memory_gib: float
     """Of one node."""
 
     @property
@@ -65,4 +71,38 @@ class Machine:
 def read_gpus() -> dict[str, Gpu]:
     """Every GPU that the roofline knows, by name."""
     text = (importlib.resources.files(__package__) / "gpus.json").read_text()
-    return {name: Gpu(**values) for name, values in json.loads(text).items()}
+    return {
+        name: Gpu(**values | {"cuda_names": tuple(values["cuda_names"])})
+        for name, values in json.loads(text).items()
+    }
+
+
+def described_gpu(
+    title: str,
+    *,
+    memory_gib: float,
+    bf16_tflops: float,
+    memory_gb_per_second: float,
+    pcie_gb_per_second: float,
+    nvlink_gb_per_second: float,
+    network_gb_per_second: float,
+    host_memory_gib: float,
+    source: str,
+    assumed: str = "",
+) -> Gpu:
+    """A GPU that is not in the list; its kernels reach the fractions of an A100's peak."""
+    fractions = "kernels reach the same fractions of the peak as on an A100"
+    return replace(
+        read_gpus()["a100-80"],
+        title=title,
+        memory_gib=memory_gib,
+        bf16_tflops=bf16_tflops,
+        memory_gb_per_second=memory_gb_per_second,
+        pcie_gb_per_second=pcie_gb_per_second,
+        nvlink_gb_per_second=nvlink_gb_per_second,
+        network_gb_per_second=network_gb_per_second,
+        host_memory_gib=host_memory_gib,
+        source=source,
+        cuda_names=(),
+        assumed="; ".join(filter(None, (assumed, fractions))),
+    )

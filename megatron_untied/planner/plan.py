@@ -103,32 +103,32 @@ class Plan:
         return replace(self, config=replace(self.config, batch=batch))
 
 
+def fits(plan: Plan, *, with_host: bool = True) -> bool:
+    """Whether ``plan`` can run, also where its sequence is too long for the kernel's indices."""
+    try:
+        return plan.fits_device and (plan.fits_host or not with_host)
+    except ValueError:
+        return False
+
+
 def longest(plan: Plan, *, with_host: bool) -> int:
     """The longest sequence that fits, in steps of what the ranks need it to be a multiple of.
 
     0 if none does.
     """
-    step = _length_step(plan)
-
+    step = length_step(plan)
     quick = replace(plan, every_layer=False)
-
-    def fits(count: int) -> bool:
-        longer = quick.at_length(count * step)
-        try:
-            return longer.fits_device and (longer.fits_host or not with_host)
-        except ValueError:  # too long for the attention kernel's indices
-            return False
-
     low, high = 0, 1
-    while fits(high) and high * step < 1 << 40:
+    while fits(quick.at_length(high * step), with_host=with_host) and high * step < 1 << 40:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        longer = quick.at_length(middle * step)
+        low, high = (middle, high) if fits(longer, with_host=with_host) else (low, middle)
     return low * step
 
 
-def _length_step(plan: Plan) -> int:
+def length_step(plan: Plan) -> int:
     """1024 tokens, and a multiple of what context and sequence parallelism divide by."""
     geometry = plan.geometry
     blocks = 2 if geometry.num_ring > 1 else 1

@@ -4,21 +4,28 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron_untied.planner.causes import Bytes, Cause
+from megatron_untied.planner.disk import Disk
 from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
 from megatron_untied.planner.parameters import num_parameters
 from megatron_untied.planner.plan import Plan
+from megatron_untied.planner.tables import print_line, print_table
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Device memory by phase and cause, host memory, time."""
-    console.print(headline(plan))
-    console.print(device_table(plan))
-    console.print(host_table(plan))
-    console.print(time_table(plan))
-    console.print(verdict(plan))
+    """Device memory by phase and cause, host memory, time, disk."""
+    print_line(console, headline(plan))
+    if plan.machine.gpu.assumed:
+        print_line(console, f"assumed: {plan.machine.gpu.assumed}")
+    print_device(plan, console)
+    print_host(plan, console)
+    print_time(plan, console)
+    disk = Disk(plan.config, plan.machine.world_size)
+    print_line(console, disk.describe())
+    if (shortfall := disk.shortfall()) is not None:
+        print_line(console, shortfall)
+    print_line(console, verdict(plan))
 
 
 def headline(plan: Plan) -> str:
@@ -34,36 +41,33 @@ def headline(plan: Plan) -> str:
     )
 
 
-def device_table(plan: Plan) -> Table:
+def print_device(plan: Plan, console: Console) -> None:
     """GiB of one rank's GPU: a row a phase, a column a cause."""
     causes = _causes(moment.by_cause for moment in plan.phases.values())
-    table = _table("GPU, GiB at the highest moment of each phase", ["phase", "all", *causes])
+    rows = {}
     for phase, moment in plan.phases.items():
-        mark = " <- peak" if moment is plan.peak or phase == plan.peak.phase else ""
-        cells = (_gib(moment.by_cause[cause]) for cause in causes)
-        table.add_row(phase + mark, _gib(moment.num_bytes), *cells)
-    return table
+        mark = " <- peak" if phase == plan.peak.phase else ""
+        rows[phase + mark] = [moment.num_bytes, *(moment.by_cause[cause] for cause in causes)]
+    cells = {name: [_gib(num_bytes) for num_bytes in row] for name, row in rows.items()}
+    title = "GPU, GiB at the highest moment of each phase"
+    print_table(console, title, "phase", ["all", *causes], cells)
 
 
-def host_table(plan: Plan) -> Table:
+def print_host(plan: Plan, console: Console) -> None:
     """GiB of the host by cause, for a rank and for a node."""
-    table = _table("host, GiB", ["cause", "a rank", "a node"])
     per_node = plan.machine.gpus_per_node
-    for cause in _causes([plan.host]):
-        table.add_row(cause, _gib(plan.host[cause]), _gib(plan.host[cause] * per_node))
-    total = plan.host.total()
-    table.add_row("all", _gib(total), _gib(total * per_node))
-    return table
+    rows = {cause: plan.host[cause] for cause in _causes([plan.host])} | {"all": plan.host.total()}
+    cells = {name: [_gib(some), _gib(some * per_node)] for name, some in rows.items()}
+    print_table(console, "host, GiB", "cause", ["per rank", "per node"], cells)
 
 
-def time_table(plan: Plan) -> Table:
+def print_time(plan: Plan, console: Console) -> None:
     """Seconds of a step by the roofline."""
-    table = _table("time of a step, s, by a roofline", ["cause", "seconds"])
-    for cause, seconds in plan.time.by_cause().items():
-        table.add_row(cause, f"{seconds:,.2f}")
-    table.add_row("all", f"{plan.time.seconds:,.2f}")
-    table.add_row("tokens/s/GPU", f"{plan.time.tokens_per_second_per_gpu:,.1f}")
-    return table
+    time = plan.time
+    rows = {cause: [f"{seconds:,.2f}"] for cause, seconds in time.by_cause().items()}
+    rows["all"] = [f"{time.seconds:,.2f}"]
+    rows["tokens/s/GPU"] = [f"{time.tokens_per_second_per_gpu:,.1f}"]
+    print_table(console, "time of a step, s, by a roofline", "cause", ["seconds"], rows)
 
 
 def verdict(plan: Plan) -> str:
@@ -80,7 +84,7 @@ def verdict(plan: Plan) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """All of it in bytes and seconds."""
-    machine = plan.machine
+    machine, disk = plan.machine, Disk(plan.config, plan.machine.world_size)
     return {
         "fits": plan.fits,
         "fits_device": plan.fits_device,
@@ -108,6 +112,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "tokens_per_second_per_gpu": plan.time.tokens_per_second_per_gpu,
             "gpu": machine.gpu.title,
             "source_of_rates": machine.gpu.source,
+            "assumed": machine.gpu.assumed,
+        },
+        "disk": {
+            "checkpoint_bytes": disk.checkpoint_bytes,
+            "checkpoints_written": len(disk.saved),
+            "checkpoints_kept": disk.num_kept,
+            "kept_bytes": disk.num_kept * disk.checkpoint_bytes,
+            "most_bytes": disk.most_bytes,
+            "free_bytes": disk.free_bytes(),
         },
     }
 
@@ -121,14 +134,6 @@ def _causes(each: Iterable[Bytes]) -> list[Cause]:
     for by_cause in each:
         seen |= by_cause
     return [cause for cause in Cause if seen[cause]]
-
-
-def _table(title: str, columns: list[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(columns[0], no_wrap=True)
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
-    return table
 
 
 def _gib(num_bytes: int) -> str:

@@ -2,11 +2,23 @@
 
 import os
 import resource
+from dataclasses import dataclass
 
 import torch
 
-GPU_NAMES = {"H200": "h200", "H100": "h100-80", "A100-SXM4-40": "a100-40", "A100": "a100-80"}
-"""What is in the name that CUDA gives a GPU, and what ``planner/gpus.json`` calls it."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuProperties:
+    """What CUDA tells of a GPU."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    """Its compute capability."""
+    cycles_per_second: float
+    """Of all multiprocessors together, at the highest clock."""
+    memory_bytes_per_second: float
+    """Peak; 0 if the driver does not tell."""
 
 
 def current_device() -> torch.device:
@@ -48,20 +60,24 @@ def num_devices() -> int:
     return torch.cuda.device_count()
 
 
-def gpu_name() -> str | None:
-    """The kind of this rank's GPU, if it is one that the planner knows."""
+def gpu_properties() -> GpuProperties | None:
+    """What this rank's GPU is; None without GPUs."""
     if not torch.cuda.is_available():
         return None
-    said = torch.cuda.get_device_name()
-    return next((name for part, name in GPU_NAMES.items() if part in said), None)
+    found = torch.cuda.get_device_properties(current_device())
+    return GpuProperties(
+        name=found.name,
+        memory_bytes=found.total_memory,
+        capability=(found.major, found.minor),
+        cycles_per_second=1e3 * found.clock_rate * found.multi_processor_count,
+        # In kHz and bits; memory transfers twice a cycle.
+        memory_bytes_per_second=2e3 * found.memory_clock_rate * found.memory_bus_width / 8,
+    )
 
 
-def memory_bytes() -> tuple[int, int] | None:
-    """Memory of this rank's GPU and of its node's host; None without GPUs."""
-    if not torch.cuda.is_available():
-        return None
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return torch.cuda.get_device_properties(current_device()).total_memory, host
+def host_memory_bytes() -> int:
+    """Memory of this node's host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def synchronize() -> None:

@@ -8,8 +8,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from megatron_untied.checkpoint.compatibility import require_same_structure
 from megatron_untied.checkpoint.config import CheckpointConfig
 from megatron_untied.checkpoint.run_config import read_model_config
 from megatron_untied.config import (
@@ -33,7 +35,13 @@ from megatron_untied.training.config import (
     RunConfig,
     ScheduleConfig,
 )
-from megatron_untied.training.flags import A_YEAR_IN_MINUTES, FLAGS, NOT_YET, SWITCHES
+from megatron_untied.training.flags import (
+    A_YEAR_IN_MINUTES,
+    FLAGS,
+    NOT_YET,
+    OTHER_SPELLINGS,
+    SWITCHES,
+)
 from megatron_untied.training.flops import slow_step_seconds
 from megatron_untied.training.model_flags import derived_sizes
 from megatron_untied.training.rotary_flags import replace_scaling, rotary_config
@@ -64,10 +72,14 @@ NEEDS = {
     "park_during_attention": "recompute_granularity",
     "save_interval": "save",
     "save_retain_interval": "save",
+    "save_into_existing": "save",
     "ckpt_step": "load",
     "finetune": "load",
     "exit_on_missing_checkpoint": "load",
     "use_checkpoint_args": "load",
+    "override_opt_param_scheduler": "load",
+    "use_checkpoint_opt_param_scheduler": "load",
+    "reset_data_position": "load",
 }
 """Flags that say nothing without another: giving them alone is a mistake, not a choice."""
 
@@ -130,6 +142,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
 
 def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
     """The flags that were given, by name of their value; those left out are absent."""
+    argv = [OTHER_SPELLINGS.get(token, token) for token in argv]
     _refuse(argv)
     given, unknown = parser().parse_known_args(_with_negative_values(argv))
     if unknown:
@@ -187,7 +200,10 @@ def _model(given: Values, values: Values, data: DataConfig) -> ModelConfig:
     if values["use_checkpoint_args"]:
         stored = read_model_config(values["load"], values["ckpt_step"])
         rotary = rotary_config(given, stored.rotary)
-        model = replace(stored, **_shared(ModelConfig, given) | {"rotary": rotary})
+        # --vocab-size is the tokenizer's, which may have fewer tokens than the model rows.
+        others = {"rotary": rotary, "vocab_size": stored.vocab_size}
+        model = replace(stored, **_shared(ModelConfig, given) | others)
+        require_same_structure(Path(values["load"]), stored, model, use_checkpoint_args=True)
         stored_rows = stored.vocab_size
     else:
         _require(values, "num_layers", "hidden_size", "num_attention_heads")

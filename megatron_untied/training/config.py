@@ -9,6 +9,7 @@ from typing import Literal
 
 from megatron_untied.backends import TransformerImpl
 from megatron_untied.checkpoint.config import CheckpointConfig
+from megatron_untied.checkpoint.state import Progress
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
 from megatron_untied.context_parallel.kernels import AttentionBackend
 from megatron_untied.data.config import DataConfig
@@ -96,7 +97,7 @@ class LoopConfig:
     """Save and exit at an iteration divisible by this."""
     exit_duration_in_mins: float | None = None
     exit_signal_handler: bool = False
-    """Save and exit after the iteration during which SIGTERM arrives."""
+    """Save and exit after the iteration during which SIGTERM or SIGHUP arrives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,13 +146,14 @@ class RunConfig:
     """Whose norms and linear layers the model is made of."""
     seed: int = 1234
 
-    @property
-    def num_samples(self) -> tuple[int, int, int]:
-        """Training, validation and test samples that the run reads.
+    def num_samples(self, start: Progress) -> tuple[int, int, int]:
+        """Training, validation and test samples that the run reads, which begins at ``start``.
 
-        Every evaluation reads the same ones; the test documents are left for others.
+        Those before ``start`` count too: they may have been read in batches of another size. Every
+        evaluation reads the same ones; the test documents are left for others.
         """
-        train = 0 if self.loop.skip_train else self.loop.train_iters * self.batch.global_batch_size
+        steps = 0 if self.loop.skip_train else max(0, self.loop.train_iters - start.iteration)
+        train = steps and start.consumed_samples + steps * self.batch.global_batch_size
         return train, self.evaluation.eval_iters * self.batch.global_batch_size, 0
 
     def evaluates_after(self, iteration: int) -> bool:

@@ -199,7 +199,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--seq-length", tokens, help="tokens of a sample: 1048576, or 1Mi, 1024Ki"),
         flag("--micro-batch-size", count, help="samples of one forward and backward"),
         flag("--global-batch-size", count, help="samples of a step (micro batch x data-parallel)"),
-        flag("--lr", real(0.0, 100.0), help="highest learning rate; 0 changes no weight"),
+        flag("--lr", real(0.0, 1e30), help="highest learning rate; 0 changes no weight"),
         flag("--min-lr", amount, 0.0),
         flag(
             "--lr-decay-style",
@@ -265,7 +265,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             real(1e-3, A_YEAR_IN_MINUTES),
             help="save and exit after so many minutes",
         ),
-        switch("--exit-signal-handler", "save and exit on SIGTERM"),
+        switch("--exit-signal-handler", "finish the step, save and exit on SIGTERM or SIGHUP"),
         switch(
             "--no-check-for-nan-in-loss-and-grad", "train on, whatever comes", off="check_for_nan"
         ),
@@ -273,11 +273,27 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "checkpoint": (
         flag("--save", help="folder to save to"),
         flag("--save-interval", count, help="iterations between checkpoints"),
+        switch(
+            "--save-into-existing",
+            "save into a folder with another run's checkpoints too; none of them is deleted",
+        ),
         flag("--load", help="folder to load from"),
         flag("--ckpt-step", index, help="iteration to load, instead of the latest"),
         flag("--save-retain-interval", count, help="keep only checkpoints at multiples of this"),
         switch("--finetune", "load weights only and start at iteration 0"),
         switch("--no-load-optim", "leave the optimizer's states", off="load_optim"),
+        switch(
+            "--override-opt_param-scheduler",
+            "keep Adam's moments, take this run's learning rate schedule and weight decay",
+        ),
+        switch(
+            "--use-checkpoint-opt_param-scheduler",
+            "take the checkpoint's learning rate schedule and weight decay",
+        ),
+        switch(
+            "--reset-data-position",
+            "begin the training samples anew; weights, moments and schedule go on",
+        ),
         switch("--no-load-rng", "leave the random states", off="load_rng"),
         switch("--exit-on-missing-checkpoint", "stop if --load holds no checkpoint"),
         switch("--use-checkpoint-args", "the architecture comes from the checkpoint in --load"),
@@ -297,6 +313,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
 }
+
+OTHER_SPELLINGS = {
+    "--override-opt-param-scheduler": "--override-opt_param-scheduler",
+    "--use-checkpoint-opt-param-scheduler": "--use-checkpoint-opt_param-scheduler",
+}
+"""Flags that Megatron spells in two ways."""
 
 SWITCHES = frozenset(
     name for group in FLAGS.values() for name, options in group if "action" in options

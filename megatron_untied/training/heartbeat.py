@@ -64,6 +64,12 @@ class Heartbeat:
         self._stop.set()
         self._thread.join()
 
+    def time_left(self) -> tuple[Place, timedelta | None]:
+        """Where this rank is, and what its step still takes; for any thread."""
+        device.use_in_this_thread(self._device)
+        place = self._progress.reached()
+        return place, time_left(place, time.monotonic() - self._progress.began)
+
     def _run(self) -> None:
         device.use_in_this_thread(self._device)
         while not self._stop.wait(self._pause):
@@ -89,11 +95,11 @@ class Heartbeat:
 
 
 def heartbeat_of_setup(
-    doing: str, config: RunConfig, launch: Launch, store: dist.Store
+    phase: Phase, config: RunConfig, launch: Launch, store: dist.Store
 ) -> Heartbeat:
     """A heartbeat for what takes long before the first step, such as building datasets."""
     progress = StepProgress()
-    progress.begin(doing, phase=Phase.SETUP)
+    progress.begin("start", phase=phase)
 
     def say(line: str) -> None:
         if launch.rank == 0:
@@ -103,7 +109,7 @@ def heartbeat_of_setup(
     return Heartbeat(
         progress,
         # Steps count their marks anew.
-        Whereabouts(dist.PrefixStore(doing, store.clone()), launch.rank, launch.world_size),
+        Whereabouts(dist.PrefixStore(phase, store.clone()), launch.rank, launch.world_size),
         say=say,
         every_seconds=config.logging.heartbeat_seconds,
         timeout_seconds=config.distributed.timeout_minutes * 60,
@@ -112,11 +118,16 @@ def heartbeat_of_setup(
 
 def heartbeat_line(place: Place, elapsed: float) -> str:
     """How far a step is; what is left of its attention is taken to go on at the same pace."""
-    passed = timedelta(seconds=round(elapsed))
-    left = "unknown"
-    if 0 < place.fraction <= 1:
-        left = timedelta(seconds=round(elapsed / place.fraction * (1 - place.fraction)))
-    return f"heartbeat: {place} | {place.fraction:.1%} | elapsed: {passed} | ETA: {left} |"
+    passed, left = timedelta(seconds=round(elapsed)), time_left(place, elapsed)
+    eta = "unknown" if left is None else left
+    return f"heartbeat: {place} | {place.fraction:.1%} | elapsed: {passed} | ETA: {eta} |"
+
+
+def time_left(place: Place, elapsed: float) -> timedelta | None:
+    """What is left of a step after ``elapsed`` seconds; None while no attention is done."""
+    if not 0 < place.fraction <= 1:
+        return None
+    return timedelta(seconds=round(elapsed / place.fraction * (1 - place.fraction)))
 
 
 def is_failed_collective(error: BaseException) -> bool:

@@ -81,6 +81,10 @@ def make_groups(parallel: ParallelConfig, distributed: DistributedConfig) -> Pro
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
+class UserError(SystemExit):
+    """A user's mistake that one line explains; the line is its ``code``."""
+
+
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
     """Ends the process with a message instead of a traceback from every rank.
@@ -91,4 +95,4 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        raise SystemExit(f"error: {error}") from error
+        raise UserError(f"error: {error}") from error

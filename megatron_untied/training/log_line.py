@@ -45,7 +45,7 @@ class LogLine:
             f"number of nan iterations: {self.nan_iterations:3d}",
             f"tokens/s/GPU: {self.tokens_per_second_per_gpu:.1f}",
             f"model TFLOP/s/GPU: {self.tflops_per_gpu:.3f}",
-            f"peak device bytes: {self.peak_device_bytes}",
+            f"peak memory: {self.peak_device_bytes / 2**30:.3f} GiB",
         ]
         return f" [{self.time:%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
 

@@ -1,6 +1,11 @@
 """Ranks before they have a process group: where they meet, and whether they want the same."""
 
+import functools
 import json
+import os
+import pickle
+import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -8,9 +13,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from megatron_untied.checkpoint.agreement import Gather
+from megatron_untied.platform.host_names import require_resolvable
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.flag_names import flag_of
 from megatron_untied.training.initialize import Launch
+from megatron_untied.training.whereabouts import listed_ranks
 
 LATECOMERS = timedelta(minutes=10)
 """Nodes may start their ranks minutes apart."""
@@ -32,16 +40,41 @@ Fields = dict[str, Any]
 
 
 def open_store(launch: Launch) -> dist.Store:
-    """Keys and values that all ranks of this run see, and no other run."""
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-    elif launch.world_size == 1:
-        store = dist.HashStore()
-    else:
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=LATECOMERS))
+    """Keys and values that all ranks of this run see, and no other run.
+
+    Raises:
+        ValueError: the name of the host where ranks meet does not resolve.
+    """
+    initialized = dist.is_initialized()
+    store = dist.distributed_c10d._get_default_store() if initialized else _meet(launch)
     # Several runs of one process group use one store; each rank counts them alike.
     run = store.add(f"runs of rank {launch.rank}", 1)
     return dist.PrefixStore(f"run {run}", store)
+
+
+@functools.cache  # its host listens at one port, once
+def _meet(launch: Launch) -> dist.Store:
+    if launch.world_size == 1:
+        return dist.HashStore()
+    host = os.environ["MASTER_ADDR"]  # noqa: TID251 - torchrun tells it in no other way
+    say = sys.stderr.write if launch.local_rank == 0 else len
+    require_resolvable(host, "MASTER_ADDR", say=lambda line: say(f"{line}\n"))
+    store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=LATECOMERS))
+    return store
+
+
+def require_on_first_rank(check: Callable[[], None], launch: Launch, store: dist.Store) -> None:
+    """Call ``check`` on rank 0; raises on every rank the ``ValueError`` that it raised there."""
+    if launch.rank == 0:
+        message = ""
+        try:
+            check()
+        except ValueError as error:
+            message = str(error)
+        store.set("found by rank 0", message)
+    if message := store.get("found by rank 0").decode():
+        _wait_until_all_know(store, launch)
+        raise ValueError(message)
 
 
 def require_same_config(config: RunConfig, launch: Launch, store: dist.Store) -> None:
@@ -66,10 +99,32 @@ def require_same_config(config: RunConfig, launch: Launch, store: dist.Store) ->
     numbers = range(1, store.add("ranks that differ", 0) + 1)
     reports = dict(json.loads(store.get(f"difference {number}")) for number in numbers)
     if reports:
-        _arrive(store, "know", launch)
-        if launch.rank == 0:  # it may be the host of the store
-            store.wait(["know: all"])
+        _wait_until_all_know(store, launch)
         raise ValueError(_message(first, reports, launch.world_size))
+
+
+def gather_in(store: dist.Store, launch: Launch) -> Gather:
+    """:data:`Gather` for ranks that have met in ``store`` and have no process group yet."""
+
+    def gather(value: Any) -> list[Any]:
+        name = f"gathering {store.add(f'gatherings of rank {launch.rank}', 1)}"
+        store.set(f"{name}: rank {launch.rank}", pickle.dumps(value))
+        if launch.rank == 0:
+            each = [store.get(f"{name}: rank {rank}") for rank in range(launch.world_size)]
+            store.set(name, pickle.dumps([pickle.loads(one) for one in each]))
+        values = pickle.loads(store.get(name))
+        _arrive(store, f"{name}: read", launch)
+        if launch.rank == 0:  # it may be the host of the store
+            store.wait([f"{name}: read: all"])
+        return values
+
+    return gather
+
+
+def _wait_until_all_know(store: dist.Store, launch: Launch) -> None:
+    _arrive(store, "know", launch)
+    if launch.rank == 0:  # it may be the host of the store
+        store.wait(["know: all"])
 
 
 def _arrive(store: dist.Store, where: str, launch: Launch) -> None:
@@ -101,15 +156,11 @@ def _message(first: Fields, reports: dict[int, Fields], world_size: int) -> str:
         for rank in range(world_size):
             value = reports.get(rank, {}).get(name, first.get(name))
             ranks_of.setdefault(str(value), []).append(rank)
-        values = " and ".join(f"{value} on {_listed(ranks)}" for value, ranks in ranks_of.items())
+        values = " and ".join(
+            f"{value} on {listed_ranks(ranks)}" for value, ranks in ranks_of.items()
+        )
         parts.append(f"{flag_of(name)} is {values}")
     return (
         f"ranks were started with different flags: {'; '.join(parts)}. Start all of them with the "
         "same; only logging flags and --num-workers may differ"
     )
-
-
-def _listed(ranks: list[int], most: int = 8) -> str:
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, ranks[:most]))}{more}"

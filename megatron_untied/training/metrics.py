@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from megatron_untied.checkpoint.directory import make_writable
 from megatron_untied.training.config import LoggingConfig
 
 
@@ -129,6 +130,36 @@ def open_sinks(logging: LoggingConfig, *, start_iteration: int) -> list[MetricsS
     if logging.wandb_project:
         sinks.append(WandbRun(logging.wandb_project))
     return sinks
+
+
+def require_writable(logging: LoggingConfig) -> None:
+    """Make the folders that sinks write to.
+
+    Raises:
+        ValueError: nothing can be written there; names the flag.
+    """
+    if logging.tensorboard_dir:
+        make_writable(Path(logging.tensorboard_dir), "--tensorboard-dir")
+    if logging.metrics_jsonl:
+        path = Path(logging.metrics_jsonl)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            raise ValueError(
+                f"--metrics-jsonl {path} cannot be written ({error.strerror}: {error.filename}); "
+                "give a file in a folder that can be made and written to"
+            ) from error
+        try:
+            ours = all(
+                isinstance(line, dict) and "iteration" in line for line in read_metrics(path)
+            )
+        except ValueError:
+            ours = False
+        if not ours:
+            raise ValueError(
+                f"--metrics-jsonl {path} exists and is not a metrics file; give another name"
+            )
 
 
 def read_metrics(path: Path) -> list[dict]:

@@ -3,9 +3,11 @@
 import contextlib
 import math
 from datetime import datetime
+from pathlib import Path
 
 from megatron_untied.checkpoint import Progress
 from megatron_untied.checkpoint.agreement import on_every_rank
+from megatron_untied.checkpoint.directory import iteration_folder, make_writable
 from megatron_untied.platform import device
 from megatron_untied.training.config import RunConfig
 from megatron_untied.training.flops import step_flops
@@ -16,20 +18,28 @@ from megatron_untied.training.metrics import (
     IterationMetrics,
     MetricsSink,
     open_sinks,
+    require_writable,
 )
 from megatron_untied.training.progress import ProgressConsole
 from megatron_untied.training.step import StepResult
+from megatron_untied.training.summary import RunSummary
 
 
 class Reporter:
     """Writes every step's metrics, and a log line every ``log_interval`` steps.
 
-    A context, to be entered after ``open_sinks``: files close when it is left. On ranks other than
-    the first all of it does nothing.
+    A context: files close when it is left. On ranks other than the first all of it does nothing.
     """
 
     def __init__(self, config: RunConfig, launch: Launch, *, start: Progress):
         self._config, self._start = config, start.iteration
+        loaded = iteration_folder(Path(config.checkpoint.load or ""), start.iteration)
+        self.summary = RunSummary(
+            config=config,
+            start=start,
+            progress=start,
+            checkpoint=loaded if start.iteration else None,
+        )
         self._active, self._world_size = launch.rank == 0, launch.world_size
         self._flops = step_flops(
             config.model,
@@ -61,6 +71,9 @@ class Reporter:
 
     def step(self, result: StepResult, progress: Progress, *, seconds: float) -> None:
         """The optimizer step that led to ``progress`` took ``seconds``."""
+        self.summary.progress = progress
+        self.summary.train_loss = result.lm_loss
+        self.summary.step_seconds += seconds
         if not self._active:
             return
         metrics = IterationMetrics(
@@ -87,11 +100,24 @@ class Reporter:
 
     def evaluation(self, iteration: int, validation_loss: float) -> None:
         """An evaluation after ``iteration`` gave ``validation_loss``."""
+        self.summary.validation = iteration, validation_loss
         if not self._active:
             return
         for sink in self._sinks:
             sink.write(EvaluationMetrics(iteration=iteration, validation_loss=validation_loss))
         self._console.print(evaluation_line(iteration, validation_loss))
+
+    def saved(self, checkpoint: Path) -> None:
+        """A checkpoint is complete."""
+        self.summary.checkpoint = checkpoint
+        self.say(f"saved {checkpoint}")
+
+    def end(self, exit_reason: str | None = None) -> None:
+        """The run ends, before its last iteration if there is a reason."""
+        if exit_reason:
+            self.say(f"exiting after iteration {self.summary.progress.iteration}: {exit_reason}")
+        for line in str(self.summary).splitlines():
+            self.say(line)
 
     def _opened_sinks(self) -> list[MetricsSink]:
         if not self._active:
@@ -122,3 +148,14 @@ class Reporter:
         self._console.print(str(line))
         self._console.report(last.iteration)
         self._since_line, self._skipped, self._nan = [], 0, 0
+
+
+def require_places(config: RunConfig) -> None:
+    """Check that results can be written where the flags say, before anything is computed.
+
+    Raises:
+        ValueError: names the flag.
+    """
+    if config.checkpoint.save:
+        make_writable(Path(config.checkpoint.save), "--save")
+    require_writable(config.logging)

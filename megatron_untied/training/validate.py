@@ -7,6 +7,7 @@ was given, what must hold, and a value that works, in the flags' own names.
 import math
 from collections.abc import Iterator
 
+from megatron_untied.checkpoint.config import CheckpointConfig
 from megatron_untied.config import ParallelConfig, RotaryConfig
 from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.model_problems import model_problems
@@ -38,6 +39,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _sharding(config)
     yield from _batch(config, world_size)
     yield from _schedule(config.schedule)
+    yield from _schedule_of_checkpoint(config.checkpoint)
     if config.loop.skip_train and not config.evaluation.eval_iters:
         yield "--skip-train only evaluates and --eval-iters is 0; give --eval-iters 1 or more"
     yield from _optimizer(config)
@@ -230,6 +232,17 @@ def _schedule(schedule: ScheduleConfig) -> Iterator[str]:
             f"--lr-wsd-decay-iters {annealing} is more than the iterations between warmup and "
             f"--lr-decay-iters; at most {available - schedule.lr_warmup_iters} works"
         )
+
+
+def _schedule_of_checkpoint(checkpoint: CheckpointConfig) -> Iterator[str]:
+    if not checkpoint.use_checkpoint_opt_param_scheduler:
+        return
+    flag = "--use-checkpoint-opt_param-scheduler"
+    if checkpoint.override_opt_param_scheduler:
+        yield f"{flag} and --override-opt_param-scheduler exclude each other; give one"
+    if checkpoint.finetune or not checkpoint.load_optim:
+        other = "--finetune" if checkpoint.finetune else "--no-load-optim"
+        yield f"{flag} does nothing with {other}, which starts the schedule anew; give one"
 
 
 def _multiple(value: int, of: int) -> int:

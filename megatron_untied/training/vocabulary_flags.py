@@ -28,7 +28,7 @@ def model_vocab_size(values: Values, data: DataConfig, stored: int | None) -> in
         ValueError: the tokenizer cannot be had, or has more tokens than there are rows.
     """
     num_tokens = build_tokenizer(
-        data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size
+        data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size, quiet=True
     ).vocab_size
     if stored is not None:
         num_rows, owner = stored, f"the checkpoint in {values['load']}"

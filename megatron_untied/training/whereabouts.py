@@ -52,14 +52,14 @@ class Whereabouts:
         unheard = [rank for rank in range(self.world_size) if rank not in places]
         me = f"rank {self.rank}, which tells this, is at {here}"
         if unheard:
-            me += f"; nothing is known of {_listed(unheard)}"
+            me += f"; nothing is known of {listed_ranks(unheard)}"
         if self.rank not in late:
-            return f"{_listed(late)} did not arrive, {_last(late, places)}; {me}"
+            return f"{listed_ranks(late)} did not arrive, {_last(late, places)}; {me}"
         if len(late) < len(places):
             ahead = max(places, key=lambda rank: places[rank].order)
-            return f"{_listed(late)} came late; {me}; {_last([ahead], places)}"
+            return f"{listed_ranks(late)} came late; {me}; {_last([ahead], places)}"
         if len(places) > 1:
-            me = f"{_listed(late)} came equally far; {me}"
+            me = f"{listed_ranks(late)} came equally far; {me}"
         return me
 
 
@@ -68,9 +68,10 @@ def _last(ranks: list[int], places: dict[int, Place]) -> str:
     at: dict[str, list[int]] = {}
     for rank in ranks:
         at.setdefault(str(places[rank]), []).append(rank)
-    return "; ".join(f"{_listed(its)} last at {place}" for place, its in at.items())
+    return "; ".join(f"{listed_ranks(its)} last at {place}" for place, its in at.items())
 
 
-def _listed(ranks: list[int]) -> str:
+def listed_ranks(ranks: list[int]) -> str:
+    """In words; the first few of many."""
     more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:SHOWN]))}{more}"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -12,11 +11,13 @@ import torch
 from megatron_untied.checkpoint import (
     CheckpointConfig,
     Progress,
+    bytes_to_read,
     load_checkpoint,
     save_checkpoint,
 )
 from megatron_untied.checkpoint.compatibility import CHANGEABLE, STRUCTURE
 from megatron_untied.config import ModelConfig, RotaryConfig
+from tests.checkpoint.warnings import recorded_warnings
 from tests.distributed import run_on_ranks
 from tests.small_run import MODEL, Split, gather_state, small_run
 
@@ -90,6 +91,17 @@ def test_refuses_a_tracker_that_names_a_missing_folder(saved, config):
 def test_refuses_a_tracker_that_names_a_folder_that_was_never_completed(saved, config):
     (saved / "iter_0000002").rename(saved / "iter_0000002.incomplete")
     assert_refused("names iteration 2", "has 1: choose with --ckpt-step 1", config=config)
+
+
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["__0_0.distcp", ".metadata", "random_00001.pt", "state.json", "run_config.json"]
+)
+def test_names_a_git_lfs_pointer_in_place_of_a_file(saved, config, name):
+    (saved / "iter_0000002" / name).write_text(LFS_POINTER)
+    assert_refused(f"{name} is a Git LFS pointer", "run `git lfs pull` in", config=config)
 
 
 @pytest.mark.parametrize("text", ["garbage", "", "-3", "1.5", "²", "\udc80"])
@@ -201,12 +213,8 @@ CHANGED = {
 
 
 def warnings_of_loading(group, config, model) -> list[str]:
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("megatron_untied").addHandler(handler)
-    load_checkpoint(config, small_run(Split(), model).state, seed=3)
-    logging.getLogger("megatron_untied").removeHandler(handler)
+    with recorded_warnings() as said:
+        load_checkpoint(config, small_run(Split(), model).state, seed=3)
     return said
 
 
@@ -309,6 +317,33 @@ def test_refuses_another_schedule(config):
     assert_refused(
         "lr_decay_steps 40, here 80", "--no-load-optim", config=config, lr_decay_steps=80
     )
+
+
+def progress_with_another_schedule(group, config):
+    run = small_run(Split(), seed=3)
+    run.state.scheduler.lr_decay_steps = 80
+    progress = load_checkpoint(config, run.state, seed=3)
+    return progress.iteration, run.state.shards.step(), run.state.scheduler.lr_decay_steps
+
+
+@pytest.mark.parametrize(("flag", "steps"), [("override", 80), ("use_checkpoint", 40)])
+def test_moments_go_on_under_either_schedule(config, flag, steps):
+    config = dataclasses.replace(config, **{f"{flag}_opt_param_scheduler": True})
+    assert run_on_ranks(progress_with_another_schedule, 1, config) == [(2, 2, steps)]
+
+
+def bytes_that_were_read(group, config):
+    run, read = small_run(Split(), seed=3), []
+    load_checkpoint(config, run.state, seed=3, advance=read.append)
+    return len(read), sum(read), bytes_to_read(config, run.state)
+
+
+@pytest.mark.parametrize("flags", [{}, {"finetune": True}])
+def test_reading_tells_how_far_it_is(config, flags):
+    config = dataclasses.replace(config, **flags)
+    for calls, read, expected in run_on_ranks(bytes_that_were_read, 2, config):
+        assert calls > 10
+        assert read == expected
 
 
 def test_refuses_weights_alone_where_training_should_go_on(saved, config):

@@ -10,12 +10,15 @@ import torch
 from megatron_untied.checkpoint import (
     CheckpointConfig,
     Progress,
+    Provenance,
     load_checkpoint,
     read_model_config,
     save_checkpoint,
 )
+from megatron_untied.checkpoint.provenance import read_provenance
 from megatron_untied.config import RotaryConfig
 from megatron_untied.sharding.shards import ModelShards
+from tests.checkpoint.warnings import recorded_warnings
 from tests.distributed import run_on_ranks
 from tests.small_run import MODEL, Split, gather_parameters, gather_state, small_run
 
@@ -59,6 +62,48 @@ def test_retains_multiples_and_the_last(tmp_path):
 def test_never_deletes_a_later_checkpoint(tmp_path):
     run_on_ranks(save_iterations, 1, str(tmp_path), [5, 2], save_retain_interval=3)
     assert folders(tmp_path) == ["iter_0000002", "iter_0000005"]
+
+
+def save_as(group, path, run_id, iterations, **options):
+    """Save; what was logged about it."""
+    with recorded_warnings() as said:
+        save_iterations(group, path, iterations, provenance=Provenance(run_id=run_id), **options)
+    return said
+
+
+def run_ids(path):
+    return {name: read_provenance(path / name).run_id for name in folders(path)}
+
+
+def test_what_another_run_wrote_is_neither_deleted_nor_replaced(tmp_path):
+    run_on_ranks(save_as, 1, str(tmp_path), "a", [1, 2, 5])
+    (said,) = run_on_ranks(save_as, 1, str(tmp_path), "b", [2, 3, 4], save_retain_interval=100)
+    assert run_ids(tmp_path) == {
+        "iter_0000001": "a", "iter_0000002.kept-1": "a", "iter_0000005": "a", "iter_0000004": "b",
+    }  # fmt: skip
+    aside, back = said
+    folder = tmp_path / "iter_0000002"
+    assert aside == f"{folder} was not written by this run and is now iter_0000002.kept-1"
+    assert back.endswith("now names iteration 2 and no longer 5, whose checkpoint stays")
+
+
+def test_the_checkpoint_before_stays_if_another_run_wrote_it(tmp_path):
+    run_on_ranks(save_as, 1, str(tmp_path), "a", [1])
+    run_on_ranks(save_as, 1, str(tmp_path), "b", [2, 3], save_retain_interval=100)
+    assert run_ids(tmp_path) == {"iter_0000001": "a", "iter_0000003": "b"}
+
+
+def test_a_foreign_folder_with_the_name_of_a_checkpoint_is_kept(tmp_path):
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / "iter_0000001" / "thesis.txt").write_text("all of it")
+    run_on_ranks(save_as, 1, str(tmp_path), "a", [1, 2], save_retain_interval=100)
+    assert (tmp_path / "iter_0000001.kept-1" / "thesis.txt").read_text() == "all of it"
+
+
+def test_the_same_run_replaces_its_own_checkpoint(tmp_path):
+    for _ in range(2):
+        assert run_on_ranks(save_as, 1, str(tmp_path), "a", [1]) == [[]]
+    assert folders(tmp_path) == ["iter_0000001"]
 
 
 def test_the_configuration_can_be_read_by_people_and_back(tmp_path):

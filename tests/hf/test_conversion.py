@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from megatron_untied.checkpoint import global_tensor, read_model_config
 from megatron_untied.checkpoint.global_tensor import TensorReader
 from megatron_untied.hf import Export, Import
-from megatron_untied.hf.safetensors_folder import SafetensorsFolder
+from megatron_untied.hf.safetensors_folder import INDEX, SafetensorsFolder
 from tests.hf.conversion import convert, convert_back
 from tests.hf.families import FAMILIES, save_model
 
@@ -88,6 +88,19 @@ def test_rejects_two_dtypes_that_become_one_tensor(folder):
     with pytest.raises(ValueError, match=message):
         Import.open(folder)
     Import.open(folder, torch.float32)
+
+
+@pytest.mark.parametrize("stale", ["a.safetensors", "z.safetensors"])
+def test_a_stale_copy_of_a_tensor_is_not_converted(tmp_path, folder, stale):
+    name, expected = "model.layers.0.self_attn.q_proj.weight", tensors(folder)
+    others = {key: x for key, x in expected.items() if key != name}
+    save_file(others | {name: torch.zeros_like(expected[name])}, folder / stale)
+    (folder / "model.safetensors").rename(folder / "m.safetensors")
+    weight_map = dict.fromkeys(expected, stale) | {name: "m.safetensors"}
+    in_order = dict(sorted(weight_map.items(), key=lambda item: item[1]))
+    (folder / INDEX).write_text(json.dumps({"weight_map": in_order}))
+    back = convert_back(convert(folder, tmp_path / "save"), tmp_path / "back")
+    assert_same(tensors(back), expected)
 
 
 def test_one_block_is_alive_at_a_time(tmp_path, monkeypatch, llama):

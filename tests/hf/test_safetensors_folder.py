@@ -110,3 +110,75 @@ def test_rejects_quantized_weights(tmp_path, dtype):
     save_file({"x": torch.zeros(2, 2).to(dtype)}, tmp_path / SINGLE)
     with pytest.raises(ValueError, match="x is (I8|F8_E4M3), a quantized checkpoint; convert one"):
         SafetensorsFolder(tmp_path)
+
+
+def write_stale(folder, *, right, stale):
+    """Two files that both hold ``a``; the index places it in ``right``."""
+    save_file({"a": TENSORS["a"], "c": TENSORS["c"]}, folder / right)
+    save_file({"a": torch.zeros(7, 5), "b": TENSORS["b"]}, folder / stale)
+    weight_map = {"a": right, "b": stale, "c": right}
+    # In the order of the file names, as transformers writes it: either file may come last.
+    in_order = dict(sorted(weight_map.items(), key=lambda item: item[1]))
+    (folder / INDEX).write_text(json.dumps({"weight_map": in_order}))
+
+
+@pytest.mark.parametrize(
+    ("right", "stale"), [("1.safetensors", "2.safetensors"), ("2.safetensors", "1.safetensors")]
+)
+def test_the_index_says_which_of_two_copies_counts(tmp_path, right, stale):
+    write_stale(tmp_path, right=right, stale=stale)
+    folder = SafetensorsFolder(tmp_path)
+    for name in "abc":
+        assert torch.equal(folder.rows(name, 0, len(TENSORS[name])), TENSORS[name])
+
+
+def test_tensors_that_the_index_does_not_list_are_not_read(tmp_path):
+    save_file(TENSORS | {"old": torch.zeros(3, dtype=torch.int8)}, tmp_path / SINGLE)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, SINGLE)}))
+    assert SafetensorsFolder(tmp_path).specs.keys() == TENSORS.keys()
+
+
+def test_files_that_the_index_does_not_list_are_named_and_not_read(tmp_path, caplog):
+    write(tmp_path, max_shard_bytes=145)
+    save_file({"a": torch.zeros(7, 5)}, tmp_path / SINGLE)
+    save_file({"junk": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    folder = SafetensorsFolder(tmp_path)
+    assert folder.specs.keys() == TENSORS.keys()
+    assert torch.equal(folder.rows("a", 0, 7), TENSORS["a"])
+    assert "not read: consolidated.safetensors, model.safetensors" in caplog.text
+
+
+def test_rejects_several_files_without_an_index(tmp_path):
+    write(tmp_path, max_shard_bytes=145)
+    (tmp_path / INDEX).unlink()
+    with pytest.raises(ValueError, match=f"model-00002-of-00002.* but neither {INDEX} .*download"):
+        SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ('{"metadata": {}}', "has no weight_map"),
+        ('{"weight_map": {}}', "has no weight_map"),
+        ('{"weight_map": {"a": 1}}', "places a in 1, which is not a file of its folder"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "places a in '../model.safetensors'"),
+        (
+            '{"weight_map": {"a": "model.safetensors", "a": "b.safetensors"}}',
+            "the key 'a' is there more than once",
+        ),
+    ],
+)
+def test_rejects_an_index_that_cannot_be(tmp_path, index, message):
+    write(tmp_path)
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(ValueError, match=message):
+        SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize("name", [SINGLE, INDEX])
+def test_names_a_git_lfs_pointer_and_what_downloads_the_file(tmp_path, name):
+    write(tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(ValueError, match=f"{name} is a Git LFS pointer.* run `git lfs pull` in"):
+        SafetensorsFolder(tmp_path)

@@ -1,5 +1,6 @@
 """From a Hugging Face folder through training and back: the losses on both sides are the same."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import pretrain_gpt
+from megatron_untied.checkpoint import Progress
+from megatron_untied.hf.safetensors_folder import SafetensorsFolder
 from megatron_untied.training.metrics import read_metrics
 from megatron_untied.training.pretrain import pretrain
 from tests.distributed import run_on_ranks
@@ -31,7 +34,7 @@ def train(group, checkpoints: Path, **flags) -> None:
 def validation_samples(group, checkpoints: Path) -> dict[str, torch.Tensor]:
     """The samples that the run evaluates on, [4, 32]."""
     config = config_of(1, checkpoints, **EVALUATION | {"train_iters": 3})
-    valid = pretrain_gpt.datasets_provider(config).valid
+    valid = pretrain_gpt.datasets_provider(config, Progress()).valid
     samples = [valid[i] for i in range(4)]
     return {k: torch.stack([torch.as_tensor(s[k]) for s in samples])
             for k in ("tokens", "labels", "loss_mask")}  # fmt: skip
@@ -69,6 +72,23 @@ def test_transformers_has_the_loss_that_training_reported(tmp_path, family, worl
     before = transformers_loss(source, samples)
     assert abs(before - last["validation_loss"]) > 1e-3
     assert [step["iteration"] for step in steps] == [1, 2, 3]
+
+
+def dtypes(folder: Path) -> set[torch.dtype]:
+    return {spec.dtype for spec in SafetensorsFolder(folder).specs.values()}
+
+
+def test_a_trained_model_goes_back_in_the_dtype_that_it_came_in(tmp_path):
+    source = save_model("qwen3", tmp_path / "hf", dtype=torch.bfloat16)
+    first, second = tmp_path / "first", tmp_path / "second"
+    imported = convert(source, tmp_path / "imported")
+    run_on_ranks(train, 1, imported, save=first, train_iters=1, eval_iters=0)
+    flags = {"finetune": None, "save": second, "train_iters": 2, "eval_iters": 0}
+    run_on_ranks(train, 1, first, override_opt_param_scheduler=True, **flags)
+    back = convert_back(second, tmp_path / "back")
+    assert dtypes(back) == {torch.bfloat16}
+    assert json.loads((back / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert dtypes(convert_back(second, tmp_path / "wide", torch.float32)) == {torch.float32}
 
 
 def test_weights_alone_load_without_their_optimizer(tmp_path):

@@ -12,5 +12,6 @@ def run_config(flags: str, *, world_size: int = 8) -> RunConfig:
 
 
 def machine(**changes) -> Machine:
-    """A node of eight GPUs of 80 GiB."""
-    return Machine(**{"gpu": read_gpus()["h100-80"], "gpu_memory_gib": 80} | changes)
+    """A node of eight GPUs of 80 GiB and 2 TiB."""
+    usual = {"gpu": read_gpus()["h100-80"], "gpu_memory_gib": 80, "host_memory_gib": 2048}
+    return Machine(**usual | changes)

@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from tools import build_corpus
 
 
@@ -41,3 +43,13 @@ def test_writes_the_standard_library(tmp_path):
     assert sum(map(len, documents.values())) > 5_000_000
     assert not any("test" in path.split("/") for path in documents)
     assert [path.name for path in output.parent.iterdir()] == ["corpus.jsonl"]
+
+
+@pytest.mark.parametrize("output", [".", "a file/corpus.jsonl"])
+def test_ends_with_one_line_for_an_output_that_cannot_be(tmp_path, capsys, output):
+    (tmp_path / "a file").touch()
+    with pytest.raises(SystemExit) as ended:
+        build_corpus.main(["--output", str(tmp_path / output)])
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1)
+    assert error.startswith("build_corpus: --output: ")

@@ -35,7 +35,7 @@ def test_there_and_back(source, imported, tmp_path, capsys):
         ["megatron-to-hf", "--load", str(imported), "--hf-path", str(back), *flags]
     )
     assert_same(tensors(back), tensors(source))
-    assert "284,800 bytes; copied tokenizer.json" in capsys.readouterr().out
+    assert "284,800 bytes, float32; copied tokenizer.json" in capsys.readouterr().out
     assert len(list(back.glob("model-*.safetensors"))) == 2
     expected = AutoTokenizer.from_pretrained(source)("the sea").input_ids
     assert AutoTokenizer.from_pretrained(back)("the sea").input_ids == expected

@@ -1,4 +1,5 @@
 import json
+import shlex
 
 import pytest
 
@@ -14,7 +15,7 @@ def test_prints_memory_by_phase_and_cause_and_says_that_it_fits(capsys):
     assert plan_memory.main(FITS) == 0
     said = capsys.readouterr().out
     for word in ("8,030,261,248 parameters in bf16", "attention backward", "kept for", "optimizer",
-                 "<- peak", "a node", "tokens/s/GPU", "fits: GPU"):  # fmt: skip
+                 "<- peak", "per node", "tokens/s/GPU", "fits: GPU"):  # fmt: skip
         assert word in said
     assert "\x1b[" not in said  # plain where it is no terminal
 
@@ -37,7 +38,9 @@ def test_says_when_nothing_makes_it_fit(capsys):
         (["--model", "lama3-8b"], "did you mean llama3-8b?"),
         (["--seq-length", "1000", *FITS[:2], "--context-parallel-size", "16"], "does not divide"),
         (["--nodes", "0"], "argument --nodes: 0 is below 1"),
-        (["--gpu", "v100"], "argument --gpu: invalid choice: 'v100'"),
+        (["--gpu", "v100"], "--gpu v100 is none of a100-40, a100-80, h100-80, h200; to"),
+        (["--gpu", "mine", "--gpu-memory-gib", "24"], "describe it: --gpu-tflops"),
+        (["--gpu-tflops", "0"], "argument --gpu-tflops: 0 is below 0.001"),
         (["--gpu-memory-gib", "1"], "1 is below 5.0"),
         (["--num-layerz", "2"], "unknown flag --num-layerz; did you mean --num-layers?"),
         ([], "missing --seq-length"),
@@ -104,3 +107,31 @@ def test_the_longest_context_is_what_auto_could_reach_from_any_length(capsys, tm
         assert plan_memory.main(flags) == 0
         found.append(json.loads(file.read_text())["longest"])
     assert found[0] == found[1]
+
+
+HAND_PICKED = "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --bf16 --gpus-per-node 2"
+
+
+def test_how_long_a_context_needs_no_length(capsys, tmp_path):
+    """With the flags that were given and with the best ones, as a command that can be planned."""
+    file = tmp_path / "plan.json"
+    assert plan_memory.main([*HAND_PICKED.split(), "--max-context", "--json", str(file)]) == 0
+    said = capsys.readouterr().out
+    found = json.loads(file.read_text())
+    best = found["longest"]["best"]
+    assert best["tokens"] > found["longest"]["tokens"]
+    assert f"longest context with the best flags: {best['tokens']:,} tokens, limited by" in said
+    assert f"longest context with these flags: {found['longest']['tokens']:,} tokens" in said
+    assert found["seq_length"] == best["tokens"]
+    start = "torchrun --nproc-per-node 2 pretrain_gpt.py "
+    (command,) = [line for line in said.splitlines() if line.startswith(start)]
+    assert command == best["command"]
+    flags = shlex.split(command.removeprefix(start))
+    assert plan_memory.main([*flags, "--gpus-per-node", "2", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == found["device"]
+
+
+def test_no_context_at_all(capsys):
+    huge = f"{HAND_PICKED} --num-layers 99 --hidden-size 16384 --kv-channels 128"
+    assert plan_memory.main([*huge.split(), "--max-context", "--host-memory-gib", "64"]) == 1
+    assert "longest context with the best flags: none fits" in capsys.readouterr().out

@@ -35,8 +35,33 @@ def test_writes_an_image_beside_the_metrics(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_says_when_there_is_nothing_to_draw(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "plot_loss: [Errno 2] No such file or directory: "),
+        ("", "metrics.jsonl has no losses"),
+        ("no json\n", "metrics.jsonl is not a file of --metrics-jsonl (JSONDecodeError("),
+        ("[1]\n", "metrics.jsonl is not a file of --metrics-jsonl (AttributeError("),
+        ('{"lm_loss": 1}\n', "metrics.jsonl is not a file of --metrics-jsonl (KeyError("),
+    ],
+)
+def test_ends_with_one_line_where_there_is_nothing_to_draw(tmp_path, capsys, content, message):
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("")
-    with pytest.raises(SystemExit, match="has no losses"):
+    if content is not None:
+        metrics.write_text(content)
+    with pytest.raises(SystemExit) as ended:
         plot_loss.main([str(metrics)])
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1)
+    assert message in error
+
+
+@pytest.mark.parametrize("output", ["absent/loss.png", "loss.unknown", "."])
+def test_ends_with_one_line_for_an_output_that_cannot_be(tmp_path, capsys, output):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    with pytest.raises(SystemExit) as ended:
+        plot_loss.main([str(metrics), "--output", str(tmp_path / output)])
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1)
+    assert error.startswith("plot_loss: --output ")

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import sentencepiece
 
@@ -44,3 +46,28 @@ def test_samples_every_line_alike():
 def test_rejects_a_vocabulary_that_does_not_fit_the_text(tmp_path, vocab_size, message):
     with pytest.raises(SystemExit, match=f"--vocab-size {vocab_size}: .*{message}"):
         run(tmp_path, "bad", "--vocab-size", str(vocab_size))
+
+
+@pytest.mark.parametrize("flag", ["--vocab-size", "--input-sentence-size"])
+def test_rejects_counts_that_are_not_positive(capsys, flag):
+    flags = {
+        "--input": "x",
+        "--model-prefix": "x",
+        "--vocab-size": "400",
+        flag: "0",
+    }
+    with pytest.raises(SystemExit):
+        train_tokenizer.main([word for pair in flags.items() for word in pair])
+    assert f"{flag} 0 is not positive" in capsys.readouterr().err
+
+
+def test_leaves_bad_lines_out_when_asked_to(tmp_path, capsys):
+    corpus = tmp_path / "a.jsonl"
+    good = "".join(json.dumps({"text": "the cat and the hat"}) + "\n" for _ in range(50))
+    corpus.write_text(good + '{"text": null}\n')
+    flags = ["--input", str(corpus), "--model-prefix", str(tmp_path / "x"), "--vocab-size", "270"]
+    with pytest.raises(SystemExit, match="a.jsonl:51: no text under the key 'text'"):
+        train_tokenizer.main(flags)
+    train_tokenizer.main([*flags, "--on-bad-line", "skip"])
+    assert "bad lines: 1 left out, 0 mended" in capsys.readouterr().out
+    assert (tmp_path / "x.model").is_file()

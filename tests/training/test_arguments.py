@@ -3,10 +3,15 @@ import re
 
 import pytest
 
+from megatron_untied.checkpoint import Progress, Provenance
+from megatron_untied.checkpoint import directory as disk
+from megatron_untied.checkpoint.run_config import write_run_config
 from megatron_untied.config import RotaryConfig
+from megatron_untied.planner.flags import parse_question
 from megatron_untied.training.arguments import defaults, parse_arguments, parse_flags, parser
 from megatron_untied.training.flags import FLAGS, NOT_YET
 from megatron_untied.training.rotary_flags import rotary_config
+from tests.small_run import MODEL
 from tests.training.command_line import command_line, tiny_config
 
 
@@ -333,6 +338,8 @@ def test_no_flag_is_both_honored_and_refused():
         ({"save_interval": 5}, "--save-interval does nothing without --save"),
         ({"finetune": True}, "--finetune does nothing without --load"),
         ({"use_checkpoint_args": True}, "--use-checkpoint-args does nothing without --load"),
+        ({"reset_data_position": True}, "--reset-data-position does nothing without --load"),
+        ({"save_into_existing": True}, "--save-into-existing does nothing without --save"),
         ({"hidden_size": 60}, "--hidden-size 60 is not a multiple of --num-attention-heads 8; "
                               "give --kv-channels, such as 6"),
         ({"mock_data": None}, "give either --data-path or --mock-data"),
@@ -343,6 +350,56 @@ def test_no_flag_is_both_honored_and_refused():
 def test_rejects_flags_that_need_others(changes, message):
     with rejects(message):
         tiny_config(**changes)
+
+
+@pytest.mark.parametrize("spelling", ["opt_param-scheduler", "opt-param-scheduler"])
+def test_megatrons_two_spellings_are_one_flag(spelling):
+    for name in ("override", "use-checkpoint"):
+        argv = [*command_line(load="somewhere"), f"--{name}-{spelling}"]
+        checkpoint = parse_arguments(argv, world_size=1).checkpoint
+        assert checkpoint.override_opt_param_scheduler == (name == "override")
+        assert checkpoint.use_checkpoint_opt_param_scheduler == (name == "use-checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--override-opt_param-scheduler", "--override-opt_param-scheduler exclude each other"),
+        ("--finetune", "does nothing with --finetune, which starts the schedule anew"),
+        ("--no-load-optim", "does nothing with --no-load-optim, which starts the schedule anew"),
+    ],
+)
+def test_rejects_two_sources_of_the_schedule(flag, message):
+    argv = command_line(load="somewhere", use_checkpoint_opt_param_scheduler=True)
+    with rejects(message):
+        parse_arguments([*argv, flag], world_size=1)
+
+
+@pytest.mark.parametrize("parse", [parse_arguments, parse_question])
+def test_rejects_another_architecture_than_the_checkpoints(tmp_path, parse):
+    """In training and in planning alike."""
+    disk.start(tmp_path, 0)
+    write_run_config(disk.staging_folder(tmp_path, 0), MODEL, None, Provenance())
+    disk.publish(tmp_path, 0)
+    argv = [
+        *("--load", str(tmp_path), "--finetune", "--use-checkpoint-args", "--seq-length", "32"),
+        *("--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--mock-data"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(MODEL.vocab_size - 1)),
+    ]
+    arguments = {"world_size": 1} if parse is parse_arguments else {}
+    config = parse([*argv, "--num-layers", str(MODEL.num_layers)], **arguments)
+    assert getattr(config, "config", config).model.num_layers == MODEL.num_layers
+    with rejects("--num-layers: 2, here 3. Leave these flags out: --use-checkpoint-args takes"):
+        parse([*argv, "--num-layers", "3"], **arguments)
+
+
+def test_samples_are_counted_from_where_the_run_begins():
+    config = tiny_config(train_iters=10, global_batch_size=2, eval_iters=3)
+    assert config.num_samples(Progress()) == (20, 6, 0)
+    # Read in batches of 4 before: the dataset must reach 12 + 7 x 2.
+    assert config.num_samples(Progress(iteration=3, consumed_samples=12)) == (26, 6, 0)
+    assert config.num_samples(Progress(iteration=3)) == (14, 6, 0)
+    assert config.num_samples(Progress(iteration=10, consumed_samples=40)) == (0, 6, 0)
 
 
 def test_every_default_reaches_help():

@@ -1,16 +1,25 @@
 import os
 import signal
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
+from megatron_untied.step_progress import Place
 from megatron_untied.training.config import LoopConfig
-from megatron_untied.training.exits import EarlyExit
+from megatron_untied.training.exits import EarlyExit, what_follows
+from megatron_untied.training.signals import SignalWatch
 from tests.distributed import run_on_ranks
 
 
 def reasons(group, iterations: list[int], **limits) -> list[str | None]:
-    with EarlyExit(LoopConfig(train_iters=100, **limits)) as early_exit:
+    with watch(group) as signals:
+        early_exit = EarlyExit(LoopConfig(train_iters=100, **limits), signals)
         return [early_exit.reason(iteration) for iteration in iterations]
+
+
+def watch(group) -> SignalWatch:
+    return SignalWatch(dist.HashStore(), group.rank(), advice=str, announce=list)
 
 
 def test_nothing_ends_a_run_by_default():
@@ -28,17 +37,42 @@ def test_exit_duration(minutes, reason):
     assert run_on_ranks(reasons, 2, [1], exit_duration_in_mins=minutes) == [[reason], [reason]]
 
 
-def reasons_when_one_rank_is_terminated(group) -> list[str | None]:
-    before = signal.getsignal(signal.SIGTERM)
-    with EarlyExit(LoopConfig(train_iters=100, exit_signal_handler=True)) as early_exit:
+def reasons_when_one_rank_is_signaled(group, number) -> list[str | None]:
+    before = signal.getsignal(number)
+    with watch(group) as signals:
+        early_exit = EarlyExit(LoopConfig(train_iters=100, exit_signal_handler=True), signals)
         found = [early_exit.reason(1)]
         if group.rank() == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        found.append(early_exit.reason(2))
-    assert signal.getsignal(signal.SIGTERM) is before
+            os.kill(os.getpid(), number)
+        found += [early_exit.reason(2), early_exit.signal()]
+    assert signal.getsignal(number) is before
     return found
 
 
-def test_all_ranks_end_when_one_is_told_to():
-    expected = [None, "SIGTERM"]
-    assert run_on_ranks(reasons_when_one_rank_is_terminated, 2) == [expected, expected]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_all_ranks_end_for_the_same_reason_when_one_is_signaled(number):
+    expected = [None, number.name, number.name]
+    assert run_on_ranks(reasons_when_one_rank_is_signaled, 2, number) == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("step", "save", "left", "text"),
+    [
+        (
+            "iteration 12",
+            "/x",
+            timedelta(minutes=43),
+            "finishing iteration 12, then saving to /x and exiting; about 0:43:00 left in it",
+        ),
+        ("iteration 12", None, None, "finishing iteration 12, then exiting without --save"),
+        (
+            "checkpoint of iteration 4",
+            "/x",
+            None,
+            "finishing checkpoint of iteration 4, then exiting",
+        ),
+        ("start", "/x", None, "exiting before the first iteration"),
+    ],
+)
+def test_says_what_a_signal_leads_to(step, save, left, text):
+    assert what_follows(Place(step=step), save, left) == text

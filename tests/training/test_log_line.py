@@ -28,7 +28,7 @@ def test_megatrons_fields_come_first_and_in_its_order():
         "elapsed time per iteration (ms): 1234.6 | learning rate: 3.000000E-04 | "
         "global batch size:     4 | lm loss: 5.250000E+00 | loss scale: 1.0 | grad norm: 1.235 | "
         "number of skipped iterations:   0 | number of nan iterations:   1 | "
-        "tokens/s/GPU: 98.8 | model TFLOP/s/GPU: 321.988 | peak device bytes: 123456789 |"
+        "tokens/s/GPU: 98.8 | model TFLOP/s/GPU: 321.988 | peak memory: 0.115 GiB |"
     )
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import pretrain_gpt
 from megatron_untied.training.flag_names import flag_of
 from megatron_untied.training.initialize import Launch
-from megatron_untied.training.meeting import _fields, open_store, require_same_config
+from megatron_untied.training.meeting import _fields, gather_in, open_store, require_same_config
 from tests.launched import launch
 from tests.training.command_line import command_line, tiny_config
 
@@ -21,12 +21,13 @@ def main_with(rank: int, flags: dict[int, dict]) -> None:
 def test_ranks_with_different_flags_all_end_with_the_flag_the_values_and_the_ranks(tmp_path):
     flags = {0: {"seq_length": 64}, 1: {"seq_length": 128, "no_cp_overlap": True}}
     said = launch(main_with, 2, tmp_path, flags)
-    for text in said:
+    assert said[1] == "1\n"  # the exit status; the message is printed once
+    for text in said[:1]:
         assert "error: ranks were started with different flags" in text
         assert "--seq-length is 64 on rank 0 and 128 on rank 1" in text
         assert "--no-cp-overlap is True on rank 0 and False on rank 1" in text
         assert "max-position" not in text  # follows from the sequence length
-        assert len(text.strip().splitlines()) == 1
+        assert len(text.strip().splitlines()) == 2  # the status follows
 
 
 def test_ranks_may_differ_in_what_matters_on_one_of_them_alone(tmp_path):
@@ -53,6 +54,24 @@ def test_ranks_are_grouped_by_their_values():
         rank.join(60)
     expected = "--seed is 7 on ranks 0, 2 and 8 on ranks 1, 3 and 9 on rank 4."
     assert [expected in said[rank] for rank in range(5)] == [True] * 5
+
+
+def test_ranks_gather_in_the_store_in_their_order_again_and_again():
+    store, found = dist.HashStore(), {}
+
+    def meet(rank: int) -> None:
+        gather = gather_in(store, Launch(rank=rank, world_size=3))
+        found[rank] = gather({"rank": rank}), gather(ValueError(f"of {rank}"))
+
+    ranks = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    for rank in range(3):
+        first, second = found[rank]
+        assert first == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert [str(error) for error in second] == ["of 0", "of 1", "of 2"]
 
 
 def test_a_rank_alone_agrees_with_itself():

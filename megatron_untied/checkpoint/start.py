@@ -1,0 +1,140 @@
+"""Where a run begins: the checkpoint that it goes on from, and whether it may save where it should.
+
+Only small files are read, so every rank can do it before there are collectives.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_untied.checkpoint import directory as disk
+from megatron_untied.checkpoint.config import CheckpointConfig
+from megatron_untied.checkpoint.provenance import (
+    Provenance,
+    Samples,
+    differences,
+    read_provenance,
+)
+from megatron_untied.checkpoint.state import Progress, StoredState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """The checkpoint to load, and what follows from it."""
+
+    folder: Path | None = None
+    """None starts from random weights."""
+    progress: Progress = Progress()
+    """Of the run, before its first step."""
+    provenance: Provenance = Provenance()
+    """Of the checkpoints that the run will write; a new run gives them a ``run_id``."""
+    same_run: bool = False
+    """The run goes on with its own checkpoints: it loads from where it saves."""
+    notes: tuple[str, ...] = ()
+    """What the user should know, though it is allowed."""
+
+    def __str__(self) -> str:
+        """The checkpoint."""
+        return str(self.folder and f"{self.folder} (iteration {self.progress.iteration})")
+
+
+def find_start(
+    config: CheckpointConfig, *, samples: Samples | None = None, skip_train: bool = False
+) -> Start:
+    """Where the run of ``config`` begins.
+
+    Args:
+        config: what to load, and where to save.
+        samples: the training samples of this run; None compares them with no checkpoint's.
+        skip_train: the run only evaluates.
+
+    Raises:
+        ValueError: nothing to load though it must be, a damaged checkpoint, other samples than the
+            checkpoint's, or ``save`` holds checkpoints of another run.
+    """
+    folder = disk.find_checkpoint(Path(config.load), config.ckpt_step) if config.load else None
+    if folder is None:
+        if config.load:
+            _require_first_start(config, skip_train)
+        start = Start(provenance=Provenance(samples=samples))
+    else:
+        start = _start_from(folder, config, None if skip_train else samples)
+    if config.save and not (skip_train or start.same_run or config.save_into_existing):
+        _require_no_checkpoints(config)
+    return start
+
+
+def _require_first_start(config: CheckpointConfig, skip_train: bool) -> None:
+    """Random weights are right where a run has not saved yet, and nowhere else."""
+    needing = {
+        "--finetune": config.finetune,
+        "--no-load-optim": not config.load_optim,
+        "--reset-data-position": config.reset_data_position,
+        "--skip-train": skip_train,
+        "--exit-on-missing-checkpoint": config.exit_on_missing_checkpoint,
+    }
+    if given := [flag for flag, is_given in needing.items() if is_given]:
+        raise ValueError(
+            f"--load {config.load} has no checkpoint, and {given[0]} needs one; check the path, "
+            "or leave the flag out to start from random weights"
+        )
+
+
+def _start_from(folder: Path, config: CheckpointConfig, samples: Samples | None) -> Start:
+    stored = read_provenance(folder)
+    same_run = not config.finetune and _same_folder(config.load, config.save)
+    provenance = replace(stored, samples=samples, run_id=stored.run_id if same_run else None)
+    if config.finetune:
+        return Start(folder=folder, provenance=provenance)
+    progress, notes = StoredState.read(folder).progress, []
+    if config.reset_data_position:
+        progress = replace(progress, consumed_samples=0)
+    elif samples is not None:
+        notes = _compare_samples(folder, stored.samples, samples, progress)
+    return Start(
+        folder=folder,
+        progress=progress,
+        provenance=provenance,
+        same_run=same_run,
+        notes=tuple(notes),
+    )
+
+
+def _compare_samples(
+    folder: Path, stored: Samples | None, here: Samples, progress: Progress
+) -> list[str]:
+    """Refuse another order of samples; what else is worth a line."""
+    if stored is None:
+        return [
+            f"{folder} does not record its training samples; the data goes on after "
+            f"{progress.consumed_samples} samples, which is right for the same --data-path, "
+            "--split, --seq-length and --seed"
+        ]
+    if changed := differences(stored.order, here.order):
+        raise ValueError(
+            f"{folder} was trained on samples in another order: {'; '.join(changed)}. After its "
+            f"{progress.consumed_samples} samples some would be repeated and others missed. Give "
+            "the same settings; or --reset-data-position to keep weights, moments and schedule and "
+            "begin the samples anew; or --finetune to take the weights alone"
+        )
+    if changed := differences(stored.content, here.content):
+        return [f"{folder} saw its samples in another way: {'; '.join(changed)}"]
+    return []
+
+
+def _require_no_checkpoints(config: CheckpointConfig) -> None:
+    names = disk.checkpoint_names(Path(config.save))
+    if not names:
+        return
+    if config.finetune and _same_folder(config.load, config.save):
+        reason, advice = "--finetune starts a new run", "leave --finetune out to go on with it"
+    else:
+        reason, advice = "this run does not go on from them", f"--load {config.save} to go on"
+    listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    raise ValueError(
+        f"--save {config.save} holds checkpoints already ({listed}), and {reason}; give another "
+        f"folder, or {advice}, or --save-into-existing to save beside them"
+    )
+
+
+def _same_folder(load: str | None, save: str | None) -> bool:
+    return bool(load and save) and Path(load).resolve() == Path(save).resolve()

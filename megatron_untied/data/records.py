@@ -1,0 +1,215 @@
+"""Splits files into records: lines of JSON, rows of Parquet, or a plain-text file as a whole.
+
+Files are read as streams, compressed ones too: memory holds one record (of Parquet, one row group).
+"""
+
+import gzip
+import importlib
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import BinaryIO
+
+JSON_LINES = (".jsonl", ".json", ".ndjson")
+_PARQUET = ".parquet"
+_COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
+_PACKAGES = {".zst": "zstandard", _PARQUET: "pyarrow.parquet"}
+_MAGIC = {magic: ending for ending, magic in _COMPRESSED.items()} | {b"PAR1": _PARQUET}
+_ROWS_AT_A_TIME = 256
+_COMPRESSED_BYTES_AT_A_TIME = 1 << 14
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One record as it is in its file."""
+
+    number: int
+    """Line or row, from 1; 0 is a whole file."""
+    content: bytes | dict[str, bytes | None]
+    """A line or file, or the columns of a row."""
+    num_bytes: int
+    """Bytes of the file, compressed as it is, that were read since the record before."""
+    problem: str | None = None
+    """Why there is no content; what follows it in the file may be lost."""
+
+
+def is_plain_text(file: Path) -> bool:
+    """Whether the whole file is one document."""
+    return _inner_suffix(file) not in (*JSON_LINES, _PARQUET)
+
+
+def check_readable(file: Path, keys: Sequence[str]) -> None:
+    """Find before hours of work what is certain to fail later.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ImportError: it needs a package that is not installed.
+        ValueError: its format has no ``keys``.
+    """
+    file.open("rb").close()
+    if file.suffix in _PACKAGES:
+        _package(file)
+    if is_plain_text(file) and tuple(keys) != ("text",):
+        raise ValueError(f"{file} is plain text: --json-keys {' '.join(keys)} needs JSON lines")
+    if file.suffix == _PARQUET:
+        _check_columns(file, keys)
+
+
+def read_records(file: Path, keys: Sequence[str]) -> Iterator[Record]:
+    """The records of one file in order, blank lines left out."""
+    if file.suffix == _PARQUET:
+        yield from _rows(file, keys)
+        return
+    with file.open("rb") as raw:
+        stream = _decompressed(file, raw)
+        number = position = 0
+        try:
+            head = stream.peek(io.DEFAULT_BUFFER_SIZE)
+            problem = _misnamed(file, head) or (None if is_plain_text(file) else _json_array(head))
+            if problem:
+                yield Record(number=0, content=b"", num_bytes=_size(file), problem=problem)
+            elif is_plain_text(file):
+                yield Record(number=0, content=stream.read(), num_bytes=_size(file))
+            else:
+                for number, line in enumerate(stream, start=1):
+                    if not line.isspace():
+                        last, position = position, raw.tell()
+                        yield Record(number=number, content=line, num_bytes=position - last)
+        except _damage_of(file) as error:
+            reason = (
+                f"compressed data is damaged or cut short ({error}); the rest of the file is lost"
+            )
+            left = _size(file) - position
+            yield Record(number=number + 1, content=b"", num_bytes=left, problem=reason)
+
+
+def _inner_suffix(file: Path) -> str:
+    return file.with_suffix("").suffix if file.suffix in _COMPRESSED else file.suffix
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size
+
+
+def _package(file: Path) -> ModuleType:
+    name = _PACKAGES[file.suffix]
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ImportError(
+            f"{file}: {file.suffix} files need the package {package}; pip install {package}"
+        ) from error
+
+
+def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
+    if file.suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    if file.suffix == ".zst":
+        return io.BufferedReader(_ZstdStream(raw, _package(file).ZstdDecompressor()))
+    return raw
+
+
+class _ZstdStream(io.RawIOBase):
+    """The content of all frames; zstandard's own reader takes a file cut short for a whole one."""
+
+    def __init__(self, raw: BinaryIO, decompressor):
+        self._raw, self._decompressor = raw, decompressor
+        self._frame, self._compressed, self._content = decompressor.decompressobj(), b"", b""
+        self._inside_frame = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Raises EOFError if the file ends inside a frame."""
+        while not self._content:
+            self._compressed = self._compressed or self._raw.read(_COMPRESSED_BYTES_AT_A_TIME)
+            if not self._compressed:
+                if self._inside_frame:
+                    raise EOFError("the file ends inside a zstd frame")
+                return 0
+            self._content = self._frame.decompress(self._compressed)
+            self._compressed, self._inside_frame = self._frame.unused_data, not self._frame.eof
+            if self._frame.eof:
+                self._frame = self._decompressor.decompressobj()
+        part, self._content = self._content[: len(buffer)], self._content[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+
+def _damage_of(file: Path) -> tuple[type[Exception], ...]:
+    if file.suffix == ".zst":
+        return (_package(file).ZstdError, EOFError)
+    return (gzip.BadGzipFile, zlib.error, EOFError)
+
+
+def _misnamed(file: Path, head: bytes) -> str | None:
+    """What is wrong if the first bytes are not what the name promises."""
+    for magic, ending in _MAGIC.items():
+        if head.startswith(magic):
+            return f"the content is that of a {ending} file: rename it to end so, or decompress it"
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "the text is UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
+    return None
+
+
+def _json_array(head: bytes) -> str | None:
+    """What is wrong if the file is one JSON array, which is never read as a whole.
+
+    A first line that is a complete array, with lines after it, is but a bad line.
+    """
+    if not head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+        return None
+    line, end_of_line, rest = head.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")
+    try:
+        json.loads(line)
+    except ValueError:
+        rest = b""
+    if end_of_line and rest.strip():
+        return None
+    return (
+        "the file is one JSON array where lines of JSON are expected; "
+        "write one object a line, for example with jq -c '.[]'"
+    )
+
+
+def _check_columns(file: Path, keys: Sequence[str]) -> None:
+    import pyarrow
+
+    try:
+        schema = _package(file).read_schema(file)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{file} cannot be read as Parquet: {error}") from error
+    for key in keys:
+        if key not in schema.names:
+            raise ValueError(
+                f"{file} has no column {key!r} of --json-keys; found: {', '.join(schema.names)}"
+            )
+        kind = schema.field(key).type
+        value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if not (pyarrow.types.is_string(value) or pyarrow.types.is_large_string(value)):
+            raise ValueError(f"{file}: column {key!r} of --json-keys holds {kind}, not strings")
+
+
+def _rows(file: Path, keys: Sequence[str]) -> Iterator[Record]:
+    import pyarrow
+
+    with _package(file).ParquetFile(file) as source:
+        read, number = 0, 0
+        for batch in source.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=list(keys)):
+            # Bytes, so that text which is not UTF-8 is met row by row, as in lines of JSON.
+            columns = [
+                batch.column(key).cast(pyarrow.large_string()).cast(pyarrow.large_binary())
+                for key in keys
+            ]
+            for values in zip(*columns, strict=True):
+                number += 1
+                last, read = read, _size(file) * number // source.metadata.num_rows
+                content = {key: value.as_py() for key, value in zip(keys, values, strict=True)}
+                yield Record(number=number, content=content, num_bytes=read - last)

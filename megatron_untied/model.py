@@ -27,7 +27,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_untied.backends import Backend, TransformerImpl, choose_backend
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
-from megatron_untied.context_parallel.buffer_plan import Workspace
 from megatron_untied.context_parallel.kernels import (
     AttentionBackend,
     AttentionKernel,
@@ -39,6 +38,7 @@ from megatron_untied.context_parallel.self_attention import (
     UntiedUlyssesSelfAttention,
 )
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
 from megatron_untied.norms import deferred
 from megatron_untied.phases import MemoryCategory, Phase, allocating

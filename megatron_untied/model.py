@@ -25,13 +25,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_untied.backends import Backend, TransformerImpl, choose_backend
+from megatron_untied.backends import Backend, choose_backend
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
-from megatron_untied.context_parallel.kernels import (
-    AttentionBackend,
-    AttentionKernel,
-    choose_kernel,
-)
+from megatron_untied.config.run import AttentionBackend, TransformerImpl
+from megatron_untied.context_parallel.kernels import AttentionKernel, choose_kernel
 from megatron_untied.context_parallel.ring import Ring
 from megatron_untied.context_parallel.self_attention import (
     AttentionContext,

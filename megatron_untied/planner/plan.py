@@ -4,21 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.head_schedule import ChunkAssignment
 from megatron_untied.phases import Phase
 from megatron_untied.planner.activations import host_bytes
 from megatron_untied.planner.causes import Bytes, Cause
 from megatron_untied.planner.geometry import Geometry
 from megatron_untied.planner.machine import Machine
-from megatron_untied.planner.plain_step import PlainStep
-from megatron_untied.planner.sharding import ShardedWeights
-from megatron_untied.planner.step import Moment
-from megatron_untied.planner.streamed_step import StreamedStep
+from megatron_untied.planner.step import Moment, PlainStep, StreamedStep
 from megatron_untied.planner.time import StepTime
-from megatron_untied.training.config import RunConfig
+from megatron_untied.planner.weights import ShardedWeights
 
 _LOADER_BYTES = 2 * 28
-"""A token, for each worker: two micro-batches in shared memory; see ``data/config.py``."""
+"""A token, for each worker: two micro-batches in shared memory; see ``config/data.py``."""
 
 
 @dataclass(frozen=True)

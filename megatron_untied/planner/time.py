@@ -8,10 +8,10 @@ is left over counts. It says which setting is faster, and when a step becomes ho
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_untied.flops import attention_flops
 from megatron_untied.planner.geometry import Geometry
 from megatron_untied.planner.machine import Machine
-from megatron_untied.planner.sharding import ShardedWeights
-from megatron_untied.training.flops import attention_flops
+from megatron_untied.planner.weights import ShardedWeights
 
 _GIGA = 1e9
 _STARTING_SECONDS = 2e-4

@@ -16,7 +16,7 @@ from megatron_untied.planner.activations import host_bytes, memory_plan
 from megatron_untied.planner.causes import Cause
 from megatron_untied.planner.geometry import Geometry
 from megatron_untied.planner.plan import Plan
-from megatron_untied.planner.sharding import ShardedWeights
+from megatron_untied.planner.weights import ShardedWeights
 from megatron_untied.streaming.memory_plan import MemoryPlan
 from megatron_untied.tracing.step import StepTrace, trace_step
 from tests.planner.planned import machine, run_config

@@ -19,6 +19,7 @@ LAYERS = (
     ("training",),
     ("tracing",),
     ("cli",),
+    ("commands",),
 )
 """Packages and modules of ``megatron_untied`` from the ground up."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

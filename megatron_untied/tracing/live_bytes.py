@@ -155,7 +155,8 @@ class LiveBytes(AllocationObserver):
 
     def _track(self, storage: torch.UntypedStorage) -> _Alive:
         """Count ``storage`` until its last reference is gone."""
-        key, cause = storage._cdata, self.category or f"other, made in {self._progress.current}"
+        key, cause = storage._cdata, self.category
+        cause = cause or f"other, made in {self._progress.current_phase}"
         reference = weakref.ref(storage, lambda _: self._change(self._alive.pop(key), 0))
         self._alive[key] = alive = _Alive(reference, 0, cause)
         self._change(alive, storage.nbytes())
@@ -169,7 +170,7 @@ class LiveBytes(AllocationObserver):
         self._by_cause[alive.cause] += growth
         if growth <= 0:
             return
-        name = self._progress.current
+        name = self._progress.current_phase
         if not self.timeline or self.timeline[-1][0] != name:
             self.timeline.append((name, self.num_bytes))
         elif self.num_bytes > self.timeline[-1][1]:

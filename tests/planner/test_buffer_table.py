@@ -4,6 +4,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from megatron_untied.commands import plan as plan_command
 from megatron_untied.context_parallel.buffer_plan import Buffer
 from megatron_untied.phases import Phase
 from megatron_untied.planner.buffer_table import (
@@ -14,7 +15,6 @@ from megatron_untied.planner.buffer_table import (
 from megatron_untied.planner.plan import Plan
 from tests.planner.planned import machine, run_config
 from tests.planner.test_against_tracer import FAST
-from tools import plan_memory
 
 
 def buffer(name, numel, memory=None, because=""):
@@ -74,7 +74,7 @@ def test_what_is_alive_in_attention_backward_is_one_list(capsys):
 
 def test_the_tool_prints_the_table_and_writes_it(tmp_path, capsys):
     file = tmp_path / "plan.json"
-    plan_memory.main(["--buffers", *FAST["parked"].split(), "--json", str(file)])
+    plan_command.main(["--buffers", *FAST["parked"].split(), "--json", str(file)])
     assert "a kernel reads dO for the last time before it writes dQ" in capsys.readouterr().out
     memories = json.loads(file.read_text())["buffers"]
     (d_out,) = (memory for memory in memories if memory["memory"] == "d_out")

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megatron_untied.backends import choose_backend
 from megatron_untied.config import MemoryConfig, RotaryConfig
-from megatron_untied.context_parallel.buffer_plan import Workspace
 from megatron_untied.context_parallel.kernels import choose_kernel
 from megatron_untied.context_parallel.ring import Ring
 from megatron_untied.context_parallel.self_attention import AttentionContext
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.megatron_lm.limits import check_config, comm_types
 from megatron_untied.megatron_lm.zigzag import ZigzagReorder
 from megatron_untied.model import layer_submodules, streaming_context
@@ -51,23 +51,23 @@ class Choices:
         return self.memory.recompute_granularity is not None
 
 
-class PartsOfLatestModel:
+class LatestModelContext:
     """The parts of the model that is being built; its layers have one config between them."""
 
     def __init__(self, choices: Choices):
         self.choices = choices
-        self._latest: weakref.ref[ModelParts] | None = None
+        self._latest: weakref.ref[ModelContext] | None = None
 
-    def of(self, config: TransformerConfig, groups: ProcessGroupCollection) -> "ModelParts":
+    def of(self, config: TransformerConfig, groups: ProcessGroupCollection) -> "ModelContext":
         """Those of the model with this very ``config``."""
         parts = self._latest and self._latest()
         if parts is None or parts.config is not config:
-            parts = ModelParts(self.choices, config, groups)
+            parts = ModelContext(self.choices, config, groups)
             self._latest = weakref.ref(parts)  # layers hold them: they live as long as the model
         return parts
 
 
-class ModelParts:
+class ModelContext:
     """What the layers of one model share.
 
     Raises:

@@ -1,0 +1,181 @@
+r"""Plan a run before it is started: whether it fits, memory by category and phase, its speed.
+
+Takes the flags of training, and those of the machine. The first line is the answer. Exit status 0
+if the run fits, 1 if not (with flags that make it fit), 2 for flags that are not valid.
+
+    python tools/plan_memory.py --gpus-per-node 8 --gpu h100-80 --model llama3-8b --bf16 \
+        --seq-length 1048576 --context-parallel-size 8 --use-torch-fsdp2 \
+        --cp-heads-per-chunk auto --recompute-granularity auto --loss-chunk-size 8192 --max-context
+
+The longest context that fits needs no --seq-length; the answer has the command that starts it:
+
+    python tools/plan_memory.py --model llama3-8b --bf16 --gpus-per-node 8 --max-context
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from operator import itemgetter
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_untied.cli.context_flags import context_flags, launch_command, training_flags
+from megatron_untied.cli.planner_flags import PlanRequest, parse_plan_request
+from megatron_untied.commands import documentation
+from megatron_untied.planner import buffer_table
+from megatron_untied.planner.baselines import METHODS, Setting
+from megatron_untied.planner.longest_context import LongestContext, limit_of, longest_context
+from megatron_untied.planner.machine import GIB
+from megatron_untied.planner.plan import Plan, longest
+from megatron_untied.planner.report import as_json, print_line, print_plan
+from megatron_untied.planner.search import candidates, choose, describe, is_automatic, search
+
+EXAMPLE = "--model llama3-8b --bf16 --gpus-per-node 8 --max-context"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan and print; the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        if not words:
+            raise ValueError(
+                "no flags: give those of the run and of the machine, "
+                f"such as {EXAMPLE}; --help lists them"
+            )
+        return answer(parse_plan_request(words, documentation(__doc__)))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def answer(request: PlanRequest) -> int:
+    """Print what was requested; the exit status.
+
+    Raises:
+        ValueError: a sequence that the attention kernel cannot index, or flags that are not valid.
+    """
+    only_json = request.json == "-"
+    console = Console(quiet=only_json, highlight=False)
+    best = None
+    if request.max_context:
+        configs = [request.config, *request.other_ranks]
+        best = longest_context([Plan(config, request.machine) for config in configs])
+    plan, is_chosen = plan_of(request)
+    if best is not None and request.assumed_length:
+        plan = best.plan
+    elif is_chosen:
+        print_line(console, describe(plan))
+    if request.max_context:
+        longest_found = report_longest(request, best, console)
+    print_plan(plan, console)
+    found = as_json(plan)
+    if request.buffers:
+        buffer_table.print_buffers(plan, console)
+        found["buffers"] = buffer_table.as_json(plan)
+    if not plan.fits:
+        # If no length fits with any flags, another search is in vain.
+        none_fits = request.max_context and best is None
+        found["would_fit_with"] = None if none_fits else suggest(plan, console)
+    if request.max_context:
+        found["longest"] = longest_found
+    if request.compare:
+        found["published_methods"] = report_methods(plan, console)
+    write(request, found, plan)
+    return 0 if plan.fits else 1
+
+
+def plan_of(request: PlanRequest) -> tuple[Plan, bool]:
+    """The plan, and whether the planner chose settings of it that fit."""
+    config, machine = request.config, request.machine
+    if not is_automatic(config):
+        return Plan(config, machine), False
+    try:
+        return choose(config, machine), True
+    except ValueError:
+        # Nothing fits: the plan with the smallest peak shows how much is missing.
+        plans = (Plan(candidate, machine) for candidate in candidates(config, machine))
+        return min(plans, key=lambda plan: plan.peak.num_bytes), False
+
+
+def suggest(plan: Plan, console: Console) -> list[str] | None:
+    """Print the flags with which it would fit."""
+    found = search(plan)
+    if found is None:
+        print_line(console, "no flags make it fit: use more ranks or a shorter sequence")
+        return None
+    flags, better = found
+    print_line(console, f"would fit with {' '.join(flags)}: {describe(better).partition(' | ')[2]}")
+    print_line(console, f"and then takes {better.time.seconds:,.1f} s a step")
+    return flags
+
+
+def report_longest(
+    request: PlanRequest, best: LongestContext | None, console: Console
+) -> dict[str, object]:
+    """Print the longest contexts: with the flags that were given, and with the best ones."""
+    # With "auto" every length may have other settings, so the longest of all of them counts.
+    configs = candidates(request.config, request.machine)
+    plans = [Plan(config, request.machine) for config in configs]
+    on_device, (tokens, plan) = (
+        max(((longest(plan, with_host=host), plan) for plan in plans), key=itemgetter(0))
+        for host in (False, True)
+    )
+    limit = limit_of(plan, tokens)
+    print_line(
+        console,
+        f"longest context with these flags: {tokens:,} tokens, limited by {limit}; "
+        f"{on_device[0]:,} if the host had no limit",
+    )
+    found = {"tokens": tokens, "tokens_without_host_limit": on_device[0], "limit": limit}
+    if best is None:
+        print_line(console, "longest context with the best flags: none fits")
+        return found | {"best": None}
+    flags = training_flags(request.training, best.plan.config)
+    command, seconds = launch_command(flags, request.machine), best.plan.time.seconds
+    print_line(
+        console,
+        f"longest context with the best flags: {best.tokens:,} tokens, limited by {best.limit}; "
+        f"{seconds:,.1f} s a step. Start it with",
+    )
+    print_line(console, command)
+    best_found = {
+        "tokens": best.tokens,
+        "limit": best.limit,
+        "flags": context_flags(best.plan.config),
+        "command": command,
+        "step_seconds": seconds,
+    }
+    return found | {"best": best_found}
+
+
+def report_methods(plan: Plan, console: Console) -> dict[str, float]:
+    """Print the GPU memory of published methods for the same sequence on as many ranks."""
+    geometry, config = plan.geometry, plan.config
+    setting = Setting(
+        model=config.model,
+        seq_length=config.batch.seq_length,
+        num_ulysses=geometry.num_ulysses * geometry.num_tensor,
+        num_ring=geometry.num_ring,
+    )
+    found = {name: sum(method(setting).values()) for name, method in METHODS.items()}
+    for name, num_bytes in found.items():
+        print_line(console, f"{name}, with full sharding: {num_bytes / GIB:.1f} GiB")
+    return found
+
+
+def write(request: PlanRequest, found: dict, plan: Plan) -> None:
+    """Write the files that were requested; ``--json -`` is standard output."""
+    text = json.dumps(found, indent=2)
+    if request.json == "-":
+        print(text)
+    elif request.json:
+        Path(request.json).write_text(text + "\n")
+    if request.plot:
+        # A second of start-up that most plans need not pay.
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from megatron_untied.planner.plot import draw
+
+        draw(plan).savefig(request.plot, dpi=150)

@@ -18,9 +18,10 @@ from megatron_untied.planner.machine import (
     DEFAULT_GPU,
     DEVICE_RESERVE_GIB,
     Gpu,
+    GpuRates,
     Machine,
-    described_gpu,
     read_gpus,
+    unlisted_gpu,
 )
 
 ASSUMED_FLAGS = {
@@ -255,9 +256,9 @@ def _described(own: argparse.Namespace, given: dict[str, float]) -> Gpu:
     if "nvlink_gb_per_second" not in given and own.gpus_per_node > 1:
         assumed.append(f"{link:g} GB/s to other GPUs of the node, as to the host ({_NODE_LINK})")
     links = {"nvlink_gb_per_second": link, "network_gb_per_second": link}  # one node has no network
-    return described_gpu(
+    return unlisted_gpu(
         own.gpu,
-        **links | given,
+        GpuRates(**links | given),
         host_memory_gib=own.host_memory_gib,
         source="flags",
         assumed="; ".join(assumed),

@@ -110,7 +110,7 @@ def load_and_describe(run: Run) -> Progress:
         report.say(describe(run.plan))
     report.say(f"{run.train_state.describe()} | {progress.iteration} iterations done")
     # A recipe can write about 1 TB of checkpoints: warn before the first step, not after days.
-    shortfall = Disk(config, run.launch.world_size, progress.iteration).shortfall()
+    shortfall = Disk.of(config, run.launch.world_size, progress.iteration).shortfall()
     if shortfall is not None:
         report.say(shortfall)
     return progress

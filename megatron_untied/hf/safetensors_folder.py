@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_untied.checkpoint.directory import read_json, require_no_lfs_pointer
+from megatron_untied.checkpoint.directory import read_json, require_content
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _placed(index: Path) -> dict[str, list[str]]:
 
 
 def _read_header(path: Path, names: list[str] | None) -> dict[str, TensorSpec]:
-    require_no_lfs_pointer(path)
+    require_content(path)
     specs = {}
     try:
         with safe_open(path, framework="pt") as file:

@@ -130,7 +130,7 @@ class Export:
             block = torch.empty(box.sizes, dtype=dtype)
             pieces = layout.pieces(block, [box])
             self.reader.read({f"model.{layout.name}": GlobalTensor(layout.global_shape, pieces)})
-            yield block
+            yield finite(block, dtype, name)
             advance(block.nbytes)
 
 

@@ -106,7 +106,7 @@ class Import:
         return tensors
 
     def _rows(self, name: str, box: Box) -> Tensor:
-        return self.tensors.rows(name, *_range(box)).to(self._spec(name).dtype)
+        return finite(self.tensors.rows(name, *_range(box)), self._spec(name).dtype, name)
 
     def _spec(self, name: str) -> TensorSpec:
         stored = self.tensors.specs[name]

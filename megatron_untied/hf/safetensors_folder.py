@@ -68,6 +68,21 @@ class SafetensorsFolder:
             return file.get_slice(name)[start:stop]
 
 
+def finite(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """``rows`` of the tensor ``name`` in ``dtype``.
+
+    Raises:
+        ValueError: they are NaN or infinite, or too large for ``dtype``.
+    """
+    converted = rows.to(dtype)
+    if not converted.isfinite().all():
+        remedy = f"give a --dtype with a larger range than {dtype}"
+        if not rows.isfinite().all():
+            remedy = "the weights are damaged or training diverged; take another checkpoint"
+        raise ValueError(f"{name} holds NaN or infinity as {dtype}: {remedy}")
+    return converted
+
+
 def write_safetensors_folder(
     folder: Path,
     specs: Mapping[str, TensorSpec],

@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_untied.checkpoint import Progress
+from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout, documents_of
 from megatron_untied.data.datasets import Datasets, build_datasets
 from megatron_untied.data.tokenizers import build_tokenizer
 from megatron_untied.model import UntiedGPTModel, attention_kernel, build_model
 from megatron_untied.platform import device
-from megatron_untied.training.arguments import parse_arguments
-from megatron_untied.training.batch import Batch
+from megatron_untied.training.errors import errors_told_once
 from megatron_untied.training.initialize import errors_in_one_line, read_launch
-from megatron_untied.training.pretrain import pretrain
-from megatron_untied.training.told_once import errors_told_once
+from megatron_untied.training.loop import pretrain
+from megatron_untied.training.step import Batch
 
 
 def model_provider(config, groups, progress) -> UntiedGPTModel:
@@ -59,7 +59,9 @@ def datasets_provider(config, start: Progress) -> Datasets:
         data,
         tokenizer,
         seq_length=config.batch.seq_length,
-        num_samples=config.num_samples(start),
+        num_samples=config.num_samples(
+            iteration=start.iteration, consumed_samples=start.consumed_samples
+        ),
         seed=config.seed,
     )
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from megatron_untied.planner.flags import complete
+from megatron_untied.cli.planner_flags import complete
 from megatron_untied.training.metrics import read_metrics
 
 SCRIPT = Path(__file__).parents[1] / "pretrain_gpt.py"

@@ -26,13 +26,13 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from rich.console import Console
 
+from megatron_untied.cli.arguments import parse_arguments
+from megatron_untied.cli.flag_values import count
+from megatron_untied.cli.planner_flags import complete
 from megatron_untied.phases import Phase
-from megatron_untied.planner.auto import is_automatic
-from megatron_untied.planner.flags import complete
-from megatron_untied.planner.tables import print_line, print_table
+from megatron_untied.planner.report import print_line, print_table
+from megatron_untied.planner.search import is_automatic
 from megatron_untied.tracing.step import StepTrace, trace_step
-from megatron_untied.training.arguments import parse_arguments
-from megatron_untied.training.flag_values import count
 from megatron_untied.training.initialize import errors_in_one_line
 
 GIB = 2**30

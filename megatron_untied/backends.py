@@ -7,9 +7,8 @@ from typing import Literal
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from megatron_untied.config.run import TransformerImpl
 from megatron_untied.norms import LayerNorm, RMSNorm
-
-TransformerImpl = Literal["local", "transformer_engine"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_untied.platform import single_kernels
+from megatron_untied.platform import fused_ops
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -19,7 +19,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     dtype = accumulation_dtype(a.dtype)
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
-    return single_kernels.product(a, b, dtype)
+    return fused_ops.product(a, b, dtype)
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -30,5 +30,5 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """
     if total.is_cuda and total.dtype != a.dtype:
         return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    single_kernels.add_product_(total, a, b)
+    fused_ops.add_product_(total, a, b)
     return total

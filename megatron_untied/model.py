@@ -25,14 +25,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_untied.backends import Backend, TransformerImpl, choose_backend
+from megatron_untied.backends import Backend, choose_backend
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
+from megatron_untied.config.run import AttentionBackend, TransformerImpl
 from megatron_untied.context_parallel.buffer_plan import Workspace
-from megatron_untied.context_parallel.kernels import (
-    AttentionBackend,
-    AttentionKernel,
-    choose_kernel,
-)
+from megatron_untied.context_parallel.kernels import AttentionKernel, choose_kernel
 from megatron_untied.context_parallel.ring import Ring
 from megatron_untied.context_parallel.self_attention import (
     AttentionContext,
@@ -45,6 +42,7 @@ from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.platform.device import current_device
 from megatron_untied.rope import RotaryTable
 from megatron_untied.step_progress import StepProgress
+from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.activation_store import ActivationStore
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.streaming.layer import StreamingContext, UntiedTransformerLayer
@@ -265,13 +263,7 @@ def streaming_context(
 ) -> StreamingContext:
     """What the streamed layers of one model share: tile size, and what is kept where."""
     store = ActivationStore(
-        num_layers=num_layers,
-        selective=memory.recompute_granularity == "selective",
-        layers_per_group=memory.recompute_num_layers,
-        host_layers=memory.cpu_offloading_num_layers,
-        park=memory.park_during_attention,
-        arena=arena,
-        workspace=workspace,
+        policy=ActivationPolicy.of(memory, num_layers), arena=arena, workspace=workspace
     )
     return StreamingContext(tile_size=memory.sequence_tile_size, store=store)
 

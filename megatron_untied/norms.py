@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_untied.platform import single_kernels
+from megatron_untied.platform import fused_ops
 
 
 class RMSNorm(torch.nn.Module):
@@ -31,7 +31,7 @@ class RMSNorm(torch.nn.Module):
         """[..., hidden_size] -> [..., hidden_size]."""
         if x.is_cuda:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return single_kernels.rms_norm(x, self.weight, self.eps)
+        return fused_ops.rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(torch.nn.Module):

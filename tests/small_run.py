@@ -18,10 +18,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron_untied.checkpoint import TrainingState
 from megatron_untied.checkpoint.state import tensors_of
 from megatron_untied.config import ModelConfig, Precision
-from megatron_untied.sharding.boxes import Box
-from megatron_untied.sharding.distributed_optimizer import OptimizerShards
 from megatron_untied.sharding.initialize_weights import initialize_weights
 from megatron_untied.sharding.parameter_layout import ParameterLayout, Piece, parameter_layouts
+from megatron_untied.sharding.tensor_slice import Box
+from megatron_untied.sharding.zero1 import OptimizerShards
 
 MODEL = ModelConfig(
     num_layers=2,

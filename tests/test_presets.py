@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.config import RotaryConfig
 from megatron_untied.hf.config import model_config_from_hf
 from megatron_untied.hf.names import hf_layouts
 from megatron_untied.presets import preset_names, read_preset
-from megatron_untied.training.arguments import parse_arguments
 from tests.hf.test_config import LLAMA3, LLAMA_31_8B, MISTRAL_7B, QWEN_3_32B, QWEN_25_7B
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -3,9 +3,9 @@
 import pytest
 
 from megatron_untied.config import MemoryConfig, ParallelConfig
+from megatron_untied.flops import attention_units
 from megatron_untied.phases import Phase
 from megatron_untied.step_progress import COST, StepProgress
-from megatron_untied.training.flops import attention_units
 from tests.distributed import run_on_ranks
 from tests.models import batch, make_model, parallel_groups, tiny
 

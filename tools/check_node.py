@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_untied.planner.auto import choose, is_automatic
+from megatron_untied.cli.planner_flags import parse_question
 from megatron_untied.planner.causes import Cause
-from megatron_untied.planner.flags import parse_question
 from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
 from megatron_untied.planner.plan import Plan
+from megatron_untied.planner.search import choose, is_automatic
 
 NO_LIMIT = float("inf")
 CAP_IPC_LOCK = 14

@@ -25,16 +25,16 @@ from torch import Tensor, multiprocessing
 
 import megatron_untied  # noqa: F401  (prepares megatron-core for a machine without CUDA)
 from megatron_untied.checkpoint import TrainingState, load_checkpoint
+from megatron_untied.cli.arguments import parse_arguments
+from megatron_untied.cli.flag_values import integer
 from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.data.tokenizers import build_tokenizer
 from megatron_untied.hf import Import
 from megatron_untied.model import attention_kernel, build_model
-from megatron_untied.planner.tables import print_line, print_table
+from megatron_untied.planner.report import print_line, print_table
 from megatron_untied.platform import device
 from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.sharding.shards import ModelShards
-from megatron_untied.training.arguments import parse_arguments
-from megatron_untied.training.flag_values import integer
 from megatron_untied.training.initialize import Launch, initialize
 
 SAFETY = 16

@@ -12,8 +12,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megatron_untied.data.indexed_files import open_indexed_files
-from megatron_untied.data.statistics import DatasetStatistics, dataset_statistics
+from megatron_untied.data.indexed_files import (
+    DatasetStatistics,
+    dataset_statistics,
+    open_indexed_files,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

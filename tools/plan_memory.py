@@ -20,16 +20,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_untied.planner.auto import candidates, choose, describe, is_automatic
-from megatron_untied.planner.context_flags import context_flags, launch_command, training_flags
-from megatron_untied.planner.flags import Question, parse_question
+from megatron_untied.cli.context_flags import context_flags, launch_command, training_flags
+from megatron_untied.cli.planner_flags import Question, parse_question
+from megatron_untied.planner import buffer_table
+from megatron_untied.planner.baselines import METHODS, Setting
 from megatron_untied.planner.longest_context import LongestContext, limit_of, longest_context
 from megatron_untied.planner.machine import GIB
-from megatron_untied.planner.methods import METHODS, Setting
 from megatron_untied.planner.plan import Plan, longest
-from megatron_untied.planner.report import as_json, print_plan
-from megatron_untied.planner.search import search
-from megatron_untied.planner.tables import print_line
+from megatron_untied.planner.report import as_json, print_line, print_plan
+from megatron_untied.planner.search import candidates, choose, describe, is_automatic, search
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,6 +58,9 @@ def answer(question: Question) -> int:
         longest_found = say_longest(question, best, console)
     print_plan(plan, console)
     found = as_json(plan)
+    if question.buffers:
+        buffer_table.print_buffers(plan, console)
+        found["buffers"] = buffer_table.as_json(plan)
     if not plan.fits:
         none_fits = question.max_context and best is None  # at any length: no need to search again
         found["would_fit_with"] = None if none_fits else suggest(plan, console)

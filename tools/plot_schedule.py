@@ -14,12 +14,12 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 
+from megatron_untied.cli.flag_values import count
 from megatron_untied.context_parallel.head_schedule import (
     ChunkAssignment,
     HeadSchedule,
     head_schedule,
 )
-from megatron_untied.training.flag_values import count
 
 
 def span(heads: range) -> str:

@@ -34,16 +34,16 @@ from rich.progress import (
 )
 
 from megatron_untied.checkpoint.directory import make_writable
-from megatron_untied.data.bad_lines import BadLines
-from megatron_untied.data.config import TOKENIZER_TYPES
-from megatron_untied.data.documents import Place, find_files, read_documents
-from megatron_untied.data.finished_part import (
+from megatron_untied.config.data import TOKENIZER_TYPES
+from megatron_untied.data.documents import BadLines, Place, find_files, read_documents
+from megatron_untied.data.indexed_writer import (
     INCOMPLETE,
+    Counts,
+    IndexedWriter,
     load_finished_part,
     remove_finished_part,
     save_finished_part,
 )
-from megatron_untied.data.indexed_writer import Counts, IndexedWriter
 from megatron_untied.data.provenance import Provenance
 from megatron_untied.data.tokenize_documents import (
     Advance,

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from megatron_untied.checkpoint.run_config import read_model_config
+from megatron_untied.cli.arguments import defaults, parse_flags, with_preset
 from megatron_untied.config import ModelConfig, ParallelConfig
-from megatron_untied.planner.parameters import num_parameters
-from megatron_untied.training.arguments import defaults, parse_flags, with_preset
+from megatron_untied.planner.weights import num_parameters
 
 NUM_LAYERS = 4
 MODEL = f"--num-layers {NUM_LAYERS} --hidden-size 64 --ffn-hidden-size 128 --kv-channels 8"

@@ -10,7 +10,7 @@ take: torchrun kills them 30 seconds after the signal, unless --shutdown-timeout
 
 import os
 import sys
-from argparse import Namespace
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -28,7 +28,9 @@ SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 def main(argv: Sequence[str]) -> int:
     """Start ranks and wait for them; the exit status."""
-    args = torchrun.parse_args(argv)
+    parser = torchrun.get_args_parser()
+    parser.description, parser.formatter_class = __doc__, RawDescriptionHelpFormatter
+    args = parser.parse_args(argv)
     try:
         require_meeting_place(args)
         finishes_step = "--exit-signal-handler" in args.training_script_args

@@ -19,8 +19,7 @@ from pathlib import Path
 import sentencepiece
 
 from megatron_untied.checkpoint.directory import make_writable
-from megatron_untied.data.bad_lines import BadLines
-from megatron_untied.data.documents import find_files, read_documents
+from megatron_untied.data.documents import BadLines, find_files, read_documents
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

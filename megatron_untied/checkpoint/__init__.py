@@ -5,13 +5,13 @@ format (``model.<name>``, ``optimizer.exp_avg.<name>``, ``optimizer.exp_avg_sq.<
 of random states a rank, ``state.json`` and ``run_config.json``.
 """
 
-from megatron_untied.checkpoint.config import CheckpointConfig
 from megatron_untied.checkpoint.load import bytes_to_read, describe_loading, load_checkpoint
 from megatron_untied.checkpoint.provenance import Provenance, Samples
 from megatron_untied.checkpoint.run_config import read_model_config
 from megatron_untied.checkpoint.save import save_checkpoint
 from megatron_untied.checkpoint.start import Start, find_start
 from megatron_untied.checkpoint.state import Progress, TrainingState
+from megatron_untied.config.checkpoint import CheckpointConfig
 
 __all__ = [
     "CheckpointConfig",

@@ -1,10 +1,12 @@
 """Tensors as PyTorch's distributed checkpoint (DCP) reads and writes them: by global rectangles."""
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -20,14 +23,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     ReadItem,
+    SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from megatron_untied.checkpoint.sequential_writer import SequentialWriter
-from megatron_untied.sharding.boxes import Box
 from megatron_untied.sharding.parameter_layout import Piece
+from megatron_untied.sharding.tensor_slice import Box
 
 BLOCK_ELEMENTS = 1 << 24
 """Largest rectangle in a file, 64 MiB in fp32: who needs a part of one reads all of it."""
@@ -183,3 +189,35 @@ def _with_or_without_ranks() -> Iterator[None]:
         except CheckpointException as error:
             ((failure, _),) = error.failures.values()
             raise failure from error
+
+
+class SequentialWriter(dcp.FileSystemWriter):
+    """Asks the planner for a tensor, writes it and lets it go before it asks for the next.
+
+    The writer it inherits from (torch 2.13) keeps the host copy of every tensor until its file is
+    complete: a second copy of the weights and moments of a rank, or of a whole model that is
+    converted. The files are the same.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items, in their order, to one file."""
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        with open(Path(self.path) / name, "wb") as file:
+            results = [_write(item, planner.resolve_data(item), file, name) for item in plan.items]
+            file.flush()
+            os.fsync(file.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+
+def _write(item: WriteItem, tensor: Tensor, file: BinaryIO, name: str) -> WriteResult:
+    start = file.tell()
+    tensor = tensor.detach().cpu()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()  # torch.save writes the whole storage
+    torch.save(tensor, file)
+    length = file.tell() - start
+    return WriteResult(
+        index=item.index, size_in_bytes=length, storage_data=_StorageInfo(name, start, length)
+    )

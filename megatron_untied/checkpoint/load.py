@@ -7,14 +7,15 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_untied.checkpoint.agreement import on_every_rank, same_on_every_rank
+from megatron_untied.checkpoint.collective_errors import on_every_rank, same_on_every_rank
 from megatron_untied.checkpoint.compatibility import (
     TensorFiles,
     changed_settings,
     damaged,
+    require_same_schedule,
     require_same_structure,
+    resume_schedule,
 )
-from megatron_untied.checkpoint.config import CheckpointConfig
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, read_tensors
 from megatron_untied.checkpoint.random_state import (
     load_random_state,
@@ -22,7 +23,6 @@ from megatron_untied.checkpoint.random_state import (
     seed_generators,
 )
 from megatron_untied.checkpoint.run_config import model_config_of
-from megatron_untied.checkpoint.schedule import require_same_schedule, resume_schedule
 from megatron_untied.checkpoint.start import Start, find_start
 from megatron_untied.checkpoint.state import (
     Progress,
@@ -32,6 +32,7 @@ from megatron_untied.checkpoint.state import (
     tensor_names,
     tensors_of,
 )
+from megatron_untied.config.checkpoint import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 

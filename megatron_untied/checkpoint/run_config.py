@@ -8,7 +8,7 @@ from typing import Any
 from megatron_untied.checkpoint.directory import find_checkpoint, read_json, write_json
 from megatron_untied.checkpoint.provenance import RUN_CONFIG, Provenance, as_json
 from megatron_untied.config import ModelConfig, RotaryConfig
-from megatron_untied.model_problems import model_problems
+from megatron_untied.config.problems import model_problems
 
 
 def read_model_config(directory: str | Path, iteration: int | None = None) -> ModelConfig:

@@ -7,12 +7,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_untied.checkpoint import directory as disk
-from megatron_untied.checkpoint.agreement import on_every_rank
+from megatron_untied.checkpoint.collective_errors import on_every_rank
+from megatron_untied.checkpoint.compatibility import schedule_state
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, in_blocks, write_tensors
 from megatron_untied.checkpoint.provenance import Provenance, is_of_run
 from megatron_untied.checkpoint.random_state import save_random_state
 from megatron_untied.checkpoint.run_config import write_run_config
-from megatron_untied.checkpoint.schedule import schedule_state
 from megatron_untied.checkpoint.state import (
     Progress,
     RankLayout,

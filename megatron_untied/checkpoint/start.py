@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_untied.checkpoint import directory as disk
-from megatron_untied.checkpoint.config import CheckpointConfig
 from megatron_untied.checkpoint.provenance import (
     Provenance,
     Samples,
@@ -15,6 +14,7 @@ from megatron_untied.checkpoint.provenance import (
     read_provenance,
 )
 from megatron_untied.checkpoint.state import Progress, StoredState
+from megatron_untied.config.checkpoint import CheckpointConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,13 +5,18 @@ have. A :class:`Workspace` holds the memory: made once, used again by every chun
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_untied.context_parallel.head_schedule import ChunkAssignment, HeadSchedule
-from megatron_untied.phases import allocating
+from megatron_untied.context_parallel.head_schedule import (
+    ChunkAssignment,
+    HeadSchedule,
+    KernelCall,
+)
+from megatron_untied.phases import MemoryCategory, allocating
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +32,12 @@ class Buffer:
     numel: int
     dtype: torch.dtype
     because: str = ""
+    category: MemoryCategory = MemoryCategory.CHUNKS
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this use alone."""
+        return self.numel * self.dtype.itemsize
 
     def lend(self, name: str, numel: int, *, because: str) -> "Buffer":
         """Another use of the same memory."""
@@ -89,6 +100,15 @@ class Sizes:
         """Of dK and dV before they are sent home: wide if they are sums, so no error adds up."""
         return torch.promote_types(self.dtype, torch.float32) if self.sums_kv else self.dtype
 
+    def kv_sum_shape(self, heads: int) -> torch.Size:
+        """Of sums of dK and dV of some heads, where a head is one piece: [2, heads, s/r, b, d]."""
+        return torch.Size((2, heads, self.num_ulysses * self.n, self.b, self.d))
+
+    def lse_shape(self, call: KernelCall) -> torch.Size:
+        """Of the log-sum-exps of one kernel call: [b, heads, s/r]."""
+        columns = call.query_columns
+        return torch.Size((self.b, columns.stop - columns.start, self.num_ulysses * self.n))
+
     def sequence_sharded(self, name: str, heads: int, dtype: torch.dtype | None = None) -> Buffer:
         """A flat buffer of n * b * heads * d elements."""
         numel = self.n * self.b * heads * self.d
@@ -108,9 +128,13 @@ class Sizes:
         num_turns = min(2, len(counts))
         return ((str(i), max(counts[i::num_turns])) for i in range(num_turns))
 
-    def of_query_heads(self, name: str) -> PerChunk:
-        """A chunk's query heads on this rank: [s/r, b, u/a, d]."""
-        turns = self.per_chunk(lambda chunk: len(chunk[self.rank].query_heads))
+    def of_query_heads(self, name: str, *, in_slots: bool = False) -> PerChunk:
+        """A chunk's query heads on this rank: [s/r, b, u/a, d].
+
+        ``in_slots``: one rank exchanges nothing and uses the slots of the whole tensor instead.
+        """
+        alone = in_slots and self.num_ulysses == 1
+        turns = self.per_chunk(lambda chunk: 0 if alone else len(chunk[self.rank].query_heads))
         return PerChunk(tuple(self.head_sharded(name + i, heads) for i, heads in turns))
 
     def of_all_query_heads(self, name: str) -> PerChunk:
@@ -134,6 +158,8 @@ class LoadBuffers:
         chunks = sizes.schedule.chunks
         queries = max(sum(len(each.query_heads) for each in chunk) for chunk in chunks)
         loads = max(sum(len(each.kv_to_load) for each in chunk) for chunk in chunks)
+        if sizes.num_ulysses == 1:  # nothing is sent: it is projected where it is used
+            queries = loads = 0
         send_q, send_k, send_v = (
             sizes.sequence_sharded(name, heads)
             for name, heads in (("send_q", queries), ("send_k", loads), ("send_v", loads))
@@ -173,7 +199,7 @@ class ForwardBuffers:
     @classmethod
     def plan(cls, sizes: Sizes) -> "ForwardBuffers":
         """Attention writes the output only after the chunk has arrived: until then it is idle."""
-        out = sizes.of_query_heads("out")
+        out = sizes.of_query_heads("out", in_slots=True)
         return cls(load=LoadBuffers.plan(sizes, idle=out[0]), out=out)
 
 
@@ -195,7 +221,7 @@ class BackwardBuffers:
     @classmethod
     def plan(cls, sizes: Sizes, *, sums_on_host: bool = False) -> "BackwardBuffers":
         """``sums_on_host``: sums of dK and dV wait there between two kernels."""
-        d_out = sizes.of_query_heads("d_out")
+        d_out = sizes.of_query_heads("d_out", in_slots=True)
         if sizes.schedule.overlap or sizes.num_ring > 1:
             # The next dO arrives while this dQ leaves, or the next call of a ring reads dO again.
             dq = sizes.of_query_heads("dq")
@@ -205,7 +231,7 @@ class BackwardBuffers:
         kv_grads = KvGradBuffers.plan(sizes, d_out, sums_on_host=sums_on_host)
         return cls(
             load=LoadBuffers.plan(sizes, idle=kv_grads.scratch[0][0]),
-            out=sizes.of_query_heads("out"),
+            out=sizes.of_query_heads("out", in_slots=True),
             d_out=d_out,
             dq=dq,
             kv_grads=kv_grads,
@@ -220,7 +246,6 @@ class KvGradBuffers:
     sums: tuple[Pair, ...]  # [s/r, b, key-value heads that arrived together, d], by kv_buffer
     packed: Pair  # [s/r, b, heads that one chunk finishes, d]
     home: PerChunk  # flat, as send_kv: heads that a chunk finishes
-    sum_dtype: torch.dtype
     home_dtype: torch.dtype
 
     @classmethod
@@ -234,8 +259,8 @@ class KvGradBuffers:
         heads = max(calls, default=0) if elsewhere or sizes.num_ring > 1 else int(sizes.sums_kv)
         names = "dk", "dv"
         first, second = (
-            tuple(sizes.head_sharded(name + suffix, heads) for name in names)
-            for suffix in ("", "_second")
+            tuple(sizes.head_sharded(name + suffix, count) for name in names)
+            for suffix, count in (("", heads), ("_second", heads if sizes.num_ring > 2 else 0))
         )
         sent_as_they_lie = set() if elsewhere else {each.kv_to_load for each in mine}
         others = [each.kv_finished for each in mine if each.kv_finished not in sent_as_they_lie]
@@ -246,7 +271,7 @@ class KvGradBuffers:
             scratch=(first, second),
             sums=tuple(
                 tuple(sizes.head_sharded(f"{x}_sum{i}", most, sizes.sum_dtype) for x in names)
-                for i, most in enumerate(kv_loads(sizes))
+                for i, most in enumerate([] if sums_on_host else kv_loads(sizes))
             ),
             packed=tuple(x.lend(f"packed_{x.name}", packed.numel, because=because) for x in first),
             home=PerChunk(
@@ -259,7 +284,6 @@ class KvGradBuffers:
                     for x, (_, heads) in zip(d_out, finished, strict=True)
                 )
             ),
-            sum_dtype=sizes.sum_dtype,
             home_dtype=(
                 torch.promote_types(sizes.dtype, torch.float32)
                 if sizes.schedule.shares_kv_heads  # then several ranks' parts meet at home
@@ -303,8 +327,11 @@ class Staging:
         own = cls(
             send=sizes.of_all_query_heads(f"{name}_send"),
             recv=sizes.of_all_query_heads(f"{name}_recv"),
-            tile=replace(sizes, n=tile_tokens).sequence_sharded(
-                f"{name}_tile", sizes.schedule.num_heads
+            tile=replace(
+                replace(sizes, n=tile_tokens).sequence_sharded(
+                    f"{name}_tile", sizes.schedule.num_heads
+                ),
+                category=MemoryCategory.TILES,
             ),
         )
         if sizes.schedule.overlap or sizes.num_ulysses == 1:
@@ -364,14 +391,54 @@ def _of_shape(name: str, shape: torch.Size, dtype: torch.dtype) -> Buffer:
     return Buffer(name=name, memory=name, numel=shape.numel(), dtype=dtype)
 
 
-def prefetch_buffer(name: str, numel: int, dtype: torch.dtype) -> Buffer:
-    """Room for two reads from the host: one in use, one arriving. ``numel`` is of one read."""
-    return Buffer(name=f"{name}_room", memory=f"{name}_room", numel=2 * numel, dtype=dtype)
+def row_tiles(numel: int, dtype: torch.dtype) -> Buffer:
+    """Two tiles of a residual on the host, ``numel`` elements each: one in use, one arriving."""
+    name, category = "row_tiles", MemoryCategory.TILES
+    return Buffer(name=name, memory=name, numel=2 * numel, dtype=dtype, category=category)
 
 
-def head_major_buffer(name: str, sizes: Sizes) -> Buffer:
+def sum_rows(sizes: Sizes, rows: int) -> Buffer:
+    """Twice ``rows`` of one head of the sums on the host: one in use, one arriving."""
+    numel = 2 * min(rows, sizes.kv_sum_shape(1)[2]) * sizes.b * sizes.d
+    return Buffer(name="sum_rows", memory="sum_rows", numel=numel, dtype=sizes.sum_dtype)
+
+
+def head_major_slots(name: str, sizes: Sizes) -> Buffer:
     """All slots of a head-major tensor that is kept no longer than one layer runs."""
-    return sizes.sequence_sharded(f"{name}_slots", sizes.schedule.num_heads)
+    slots = sizes.sequence_sharded(f"{name}_slots", sizes.schedule.num_heads)
+    return replace(slots, category=MemoryCategory.SLOTS)
+
+
+def ring_buffers(sizes: Sizes) -> Iterator[Buffer]:
+    """Those of every attention call of a ring; none without one."""
+    if sizes.num_ring == 1:
+        return
+    together = {head: each.kv_to_load for each in sizes.mine for head in each.kv_to_load}
+    for each in sizes.mine:
+        for call in each.kernel_calls:
+            columns = call.query_columns
+            shape = sizes.kv_sum_shape(1)[2:]
+            q = torch.Size((*shape[:2], columns.stop - columns.start, sizes.d))
+            k = torch.Size((*shape[:2], len(call.kv_heads), sizes.d))
+            ring = RingBuffers.plan(q, k, sizes.dtype)
+            yield ring.total
+            if call.kv_heads != together[call.kv_heads[0]]:  # columns of what arrived together
+                yield from ring.own
+            for step in range(1, sizes.num_ring):
+                yield from ring.borrowed[step % len(ring.borrowed)]
+
+
+def buffers_of(plan: Any) -> Iterator[Buffer]:
+    """All buffers of a plan: of a dataclass, its fields', and so on."""
+    if isinstance(plan, Buffer):
+        if plan.numel:
+            yield plan
+    elif is_dataclass(plan):
+        for each in fields(plan):
+            yield from buffers_of(getattr(plan, each.name))
+    elif isinstance(plan, tuple):
+        for each in plan:
+            yield from buffers_of(each)
 
 
 class Workspace:

@@ -47,8 +47,8 @@ class KvSums(ABC):
         """Has to be called after the last read."""
 
 
-MakeSums = Callable[[range, torch.Size, torch.dtype], KvSums]
-"""(heads, [s/r, b, d], dtype) -> sums that hold nothing yet."""
+MakeSums = Callable[[range], KvSums]
+"""Key-value heads -> sums that hold nothing yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -144,12 +144,11 @@ class KvGradients:
 
     def begin(self, assignment: ChunkAssignment) -> None:
         """Make room for the heads that a chunk loads."""
-        heads, sizes = assignment.kv_to_load, self.memory.sizes
+        heads = assignment.kv_to_load
         if not heads:
             return
         if self._make_sums is not None:
-            shape = torch.Size((sizes.n * sizes.num_ulysses, sizes.b, sizes.d))
-            self._sums.append(self._make_sums(heads, shape, self.buffers.sum_dtype))
+            self._sums.append(self._make_sums(heads))
         else:
             dk, dv = (
                 self.memory.head_sharded(each, len(heads))

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import Sizes, Workspace, head_major_buffer
+from megatron_untied.context_parallel.buffer_plan import Sizes, Workspace, head_major_slots
 from megatron_untied.context_parallel.exchange import DeviceHeadMajor, HeadMajorLayout, blocks
 from megatron_untied.context_parallel.head_schedule import head_schedule
 from megatron_untied.context_parallel.kernels import AttentionKernel, Mask, Qkv, QkvGrads
@@ -233,4 +233,4 @@ def _head_major(
     name: str, sizes: Sizes, workspace: Workspace, device: torch.device
 ) -> DeviceHeadMajor:
     layout = HeadMajorLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
-    return DeviceHeadMajor(workspace.take(head_major_buffer(name, sizes), device), layout)
+    return DeviceHeadMajor(workspace.take(head_major_slots(name, sizes), device), layout)

@@ -12,9 +12,9 @@ from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.core.utils import log_single_rank
 from torch.utils.data import Dataset
 
-from megatron_untied.checkpoint.agreement import gather_objects, on_every_rank
+from megatron_untied.checkpoint.collective_errors import gather_objects, on_every_rank
+from megatron_untied.config.data import DataConfig
 from megatron_untied.data.blend import SPLIT_NAMES, Blend, check_split, parse_blend
-from megatron_untied.data.config import DataConfig
 from megatron_untied.data.index_cache import in_turns
 from megatron_untied.data.indexed_files import (
     IndexedFiles,

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from megatron_untied.checkpoint.agreement import on_every_rank
+from megatron_untied.checkpoint.collective_errors import on_every_rank
 
 T = TypeVar("T")
 Arrays = tuple[np.ndarray, ...]

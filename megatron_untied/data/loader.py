@@ -5,14 +5,16 @@ continues at the number of samples it has consumed. Data-parallel ranks take tur
 micro-batch each. Ranks that share a data-parallel rank (tensor and context parallel) read the same.
 """
 
+import contextlib
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-
-from megatron_untied.data.worker_signals import blocked_signals, end_with_parent
 
 FIELDS = ("tokens", "labels", "loss_mask", "positions")
 
@@ -98,3 +100,36 @@ def _require_batch(batch: dict[str, Tensor] | Exception) -> dict[str, Tensor]:
     if isinstance(batch, Exception):
         raise batch
     return batch
+
+
+BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+@contextlib.contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Block the signals in this thread, and in processes forked meanwhile from their first moment.
+
+    Without it a worker could be killed between its fork and :func:`end_with_parent`.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with_parent(worker: int) -> None:
+    """A ``worker_init_fn``: from now on the parent alone can end this process by such a signal.
+
+    The signals stay blocked; a thread takes them and looks at their sender, which a handler cannot.
+    That a parent has died without a signal is noticed by PyTorch's own worker loop within seconds.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    signal.set_wakeup_fd(-1)  # the parent's, inherited: it would report this process's signals
+    threading.Thread(target=_obey, args=(os.getppid(),), name="signals", daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    while signal.sigwaitinfo(BLOCKED).si_pid != parent:
+        pass
+    os._exit(0)

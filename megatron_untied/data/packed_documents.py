@@ -13,10 +13,10 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from torch import Tensor
 
-from megatron_untied.data.config import DocumentBoundaries
-from megatron_untied.data.epochs import sample_indices
+from megatron_untied.config.data import DocumentBoundaries
 from megatron_untied.data.index_cache import Arrays, cached_arrays
 from megatron_untied.data.indexed_files import out_of_vocabulary, outside
+from megatron_untied.data.sample_order import sample_indices
 
 
 @dataclass

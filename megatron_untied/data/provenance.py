@@ -10,7 +10,7 @@ import numpy as np
 from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.core.utils import log_single_rank
 
-from megatron_untied.data.config import TokenizerType
+from megatron_untied.config.data import TokenizerType
 from megatron_untied.data.indexed_files import IndexedFiles, fingerprint_of
 from megatron_untied.data.tokenizers import tokenizer_hash
 

@@ -10,7 +10,7 @@ from megatron.core.utils import log_single_rank
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from megatron_untied.data.config import TOKENIZER_TYPES, TokenizerType
+from megatron_untied.config.data import TOKENIZER_TYPES, TokenizerType
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megatron_untied.config import ModelConfig
+from megatron_untied.config.problems import model_problems
 from megatron_untied.hf.fields import REQUIRED, Fields
 from megatron_untied.hf.rope import rotary_from_hf, rotary_to_hf
-from megatron_untied.model_problems import model_problems
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",

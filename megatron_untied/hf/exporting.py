@@ -20,7 +20,7 @@ from megatron_untied.config import ModelConfig
 from megatron_untied.hf.config import model_config_to_hf
 from megatron_untied.hf.importing import Advance
 from megatron_untied.hf.names import hf_layouts
-from megatron_untied.hf.safetensors_folder import TensorSpec, write_safetensors_folder
+from megatron_untied.hf.safetensors_folder import TensorSpec, finite, write_safetensors_folder
 from megatron_untied.hf.tokenizer_files import (
     CONFIG,
     copy_small_files,

@@ -18,10 +18,10 @@ from megatron_untied.checkpoint.state import StoredState
 from megatron_untied.config import ModelConfig
 from megatron_untied.hf.config import model_config_from_hf
 from megatron_untied.hf.names import EMBEDDING, OUTPUT, hf_layouts, require_partners
-from megatron_untied.hf.safetensors_folder import SafetensorsFolder, TensorSpec
+from megatron_untied.hf.safetensors_folder import SafetensorsFolder, TensorSpec, finite
 from megatron_untied.hf.tokenizer_files import CONFIG, FOLDER, copy_small_files, read_config
-from megatron_untied.sharding.boxes import Box
 from megatron_untied.sharding.parameter_layout import ParameterLayout
+from megatron_untied.sharding.tensor_slice import Box
 
 Advance = Callable[[int], None]
 """Told about every so many bytes that are done."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_untied.config import ModelConfig
-from megatron_untied.sharding.boxes import Box
 from megatron_untied.sharding.parameter_layout import ParameterLayout, Rectangle
+from megatron_untied.sharding.tensor_slice import Box
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_untied.context_parallel.kernels import ATTENTION_BACKENDS
+from megatron_untied.config.run import ATTENTION_BACKENDS
 
 REQUIRED = {
     "attention_dropout": (0.0, "give --attention-dropout 0"),

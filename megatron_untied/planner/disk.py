@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from megatron_untied.config.run import RunConfig
 from megatron_untied.planner.machine import GIB
-from megatron_untied.planner.parameters import num_parameters
-from megatron_untied.training.config import RunConfig
+from megatron_untied.planner.weights import num_parameters
 
 _PARAMETER_BYTES = 12
 _RANK_BYTES = 20 << 10

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.head_schedule import HeadSchedule, head_schedule
-from megatron_untied.training.config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_untied.config.run import OptimizationConfig, RunConfig
 from megatron_untied.context_parallel.head_schedule import legal_heads_per_chunk
 from megatron_untied.planner.plan import Plan, fits, length_step
-from megatron_untied.training.config import OptimizationConfig, RunConfig
 
 _TILES = (8192, 2048)
 """Tokens of a tile: smaller ones save little and leave the GPU idle."""

@@ -4,6 +4,11 @@ import importlib.resources
 import json
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_untied.platform import device
+
 GIB = 1 << 30
 DEVICE_RESERVE_GIB = 4
 """Of a GPU, for its context, NCCL, cuBLAS and what the allocator cannot use."""
@@ -105,4 +110,86 @@ def described_gpu(
         source=source,
         cuda_names=(),
         assumed="; ".join(filter(None, (assumed, fractions))),
+    )
+
+
+_BF16_FLOPS_PER_CYCLE = {
+    (8, 0): 2048,
+    (8, 6): 1024,
+    (8, 9): 1024,
+    (9, 0): 4096,
+    (10, 0): 8192,
+    (10, 3): 8192,
+    (12, 0): 1024,
+    (12, 1): 1024,
+}
+"""Of one multiprocessor's tensor cores, dense, by compute capability."""
+
+
+def this_machine(groups: ProcessGroupCollection) -> Machine:
+    """Memory and number of GPUs of the smallest node, rates of the slowest; collective.
+
+    Without GPUs it is taken to be what the planner assumes if it is told nothing: its settings are
+    then those of such a machine.
+    """
+    world_size = dist.get_world_size()
+    gpu = this_gpu()
+    found: list[tuple[Gpu, int]] = [(gpu, device.num_devices() or min(world_size, 8))] * world_size
+    dist.all_gather_object(found, found[0])
+    gpus, counts = zip(*found, strict=True)
+    most = min(*counts, world_size)
+    gpus_per_node = next(size for size in range(most, 0, -1) if world_size % size == 0)
+    return Machine(
+        gpus_per_node=gpus_per_node,
+        nodes=world_size // gpus_per_node,
+        gpu=min(gpus, key=lambda each: (each.bf16_tflops, each.title)),
+        gpu_memory_gib=min(each.memory_gib for each in gpus),
+        host_memory_gib=min(each.host_memory_gib for each in gpus),
+    )
+
+
+def this_gpu() -> Gpu:
+    """This rank's GPU and its host's memory: from the list by CUDA's name, else by properties."""
+    gpus, properties = read_gpus(), device.gpu_properties()
+    if properties is None:
+        default = gpus[DEFAULT_GPU]
+        assumed = (
+            f"there is no GPU here, so the plan is for {default.title} in nodes of "
+            f"{default.host_memory_gib:,} GiB"
+        )
+        return replace(default, assumed=assumed)
+    memory_gib, host_gib = properties.memory_bytes / GIB, device.host_memory_bytes() / GIB
+    listed = next((gpu for gpu in gpus.values() if properties.name in gpu.cuda_names), None)
+    if listed is not None:
+        return replace(listed, memory_gib=memory_gib, host_memory_gib=host_gib)
+    return _from_properties(properties, memory_gib, host_gib)
+
+
+def _from_properties(properties: device.GpuProperties, memory_gib: float, host_gib: float) -> Gpu:
+    """A GPU that the list does not have. CUDA does not tell the rates of its links."""
+    like, assumed = read_gpus()["a100-80"], []
+    per_cycle = _BF16_FLOPS_PER_CYCLE.get(properties.capability, 0)
+    tflops = per_cycle * properties.cycles_per_second / 1e12
+    bandwidth = properties.memory_bytes_per_second / 1e9
+    for name, value, otherwise in (
+        ("TFLOP/s", tflops, like.bf16_tflops),
+        ("GB/s of memory", bandwidth, like.memory_gb_per_second),
+    ):
+        if not value:
+            assumed.append(f"{otherwise:,.0f} {name}, as an A100")
+    link, network = like.pcie_gb_per_second, like.network_gb_per_second
+    assumed.append(
+        f"{link} GB/s to the host and to other GPUs of the node, {network} to other nodes"
+    )
+    return described_gpu(
+        properties.name,
+        memory_gib=memory_gib,
+        bf16_tflops=tflops or like.bf16_tflops,
+        memory_gb_per_second=bandwidth or like.memory_gb_per_second,
+        pcie_gb_per_second=link,
+        nvlink_gb_per_second=link,
+        network_gb_per_second=network,
+        host_memory_gib=host_gib,
+        source=f"properties that CUDA gives of {properties.name}, which is not in the list",
+        assumed=f"{properties.name} is not in the list of GPUs: {', '.join(assumed)}",
     )

@@ -4,21 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.head_schedule import ChunkAssignment
 from megatron_untied.phases import Phase
+from megatron_untied.planner.activations import host_bytes
 from megatron_untied.planner.causes import Bytes, Cause
 from megatron_untied.planner.geometry import Geometry
-from megatron_untied.planner.host import stash_host_bytes
 from megatron_untied.planner.machine import Machine
-from megatron_untied.planner.plain_step import PlainStep
-from megatron_untied.planner.sharding import ShardedWeights
-from megatron_untied.planner.step import Moment
-from megatron_untied.planner.streamed_step import StreamedStep
+from megatron_untied.planner.step import Moment, PlainStep, StreamedStep
 from megatron_untied.planner.time import StepTime
-from megatron_untied.training.config import RunConfig
+from megatron_untied.planner.weights import ShardedWeights
 
 _LOADER_BYTES = 2 * 28
-"""A token, for each worker: two micro-batches in shared memory; see ``data/config.py``."""
+"""A token, for each worker: two micro-batches in shared memory; see ``config/data.py``."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Plan:
         kind = StreamedStep if streamed else PlainStep
         ranks = (
             tuple(kind(geometry, rank, self.every_layer).moments())
-            for rank in _unlike_ranks(geometry)
+            for rank in unlike_ranks(geometry)
         )
         return max(ranks, key=lambda moments: max(each.num_bytes for each in moments))
 
@@ -70,7 +68,7 @@ class Plan:
         loader = Bytes({Cause.LOADER: _LOADER_BYTES * tokens * data.num_workers})
         stash = 0
         if self.config.memory.recompute_granularity is not None:
-            stash = max(stash_host_bytes(geometry, rank) for rank in _unlike_ranks(geometry))
+            stash = max(host_bytes(geometry, rank) for rank in unlike_ranks(geometry))
         return ShardedWeights(geometry).on_host() + loader + Bytes({Cause.KEPT: stash})
 
     @cached_property
@@ -135,7 +133,7 @@ def length_step(plan: Plan) -> int:
     return 1024 * geometry.p * geometry.num_token_parts * blocks
 
 
-def _unlike_ranks(geometry: Geometry) -> Iterator[int]:
+def unlike_ranks(geometry: Geometry) -> Iterator[int]:
     """One Ulysses rank of each kind: those whose chunks have the same sizes need the same."""
     seen = set()
     for rank in range(geometry.num_ulysses):

@@ -8,11 +8,10 @@ is left over counts. It says which setting is faster, and when a step becomes ho
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_untied.flops import attention_flops
 from megatron_untied.planner.geometry import Geometry
 from megatron_untied.planner.machine import Machine
-from megatron_untied.planner.sharding import ShardedWeights
-from megatron_untied.planner.stash import Placement
-from megatron_untied.training.flops import attention_flops
+from megatron_untied.planner.weights import ShardedWeights
 
 _GIGA = 1e9
 _STARTING_SECONDS = 2e-4
@@ -116,7 +115,7 @@ class StepTime:
     @cached_property
     def host_copies(self) -> float:
         """What an average layer moves in the busier direction, to the device."""
-        geo, place = self.geometry, Placement(self.geometry)
+        geo = self.geometry
         if self._memory.recompute_granularity is None:
             return 0.0
         chunks = len(geo.schedule.chunks)
@@ -124,7 +123,7 @@ class StepTime:
         outputs = 2 * geo.output_bytes
         on_host = self._memory.cpu_offloading_num_layers / geo.num_layers
         moved = on_host * (reads + outputs)
-        if place.park:
+        if self._memory.park_during_attention:
             moved = reads * (1 + chunks / (4 + chunks)) + 2 * outputs + 2 * geo.residual_bytes
         return moved / (self.machine.gpu.pcie_gb_per_second * _GIGA)
 

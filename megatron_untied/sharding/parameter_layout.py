@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_untied.config import ModelConfig
-from megatron_untied.sharding.boxes import Box
+from megatron_untied.sharding.tensor_slice import Box
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters with one row a token, padded at the end; tied embeddings have only the first."""

@@ -17,13 +17,14 @@ from megatron_untied.context_parallel.buffer_plan import (
     Sizes,
     Staging,
     Workspace,
-    head_major_buffer,
+    head_major_slots,
 )
 from megatron_untied.context_parallel.exchange import DeviceHeadMajor, HeadMajor, HeadMajorLayout
 from megatron_untied.context_parallel.kv_gradients import MakeSums
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import LogSumExps
 from megatron_untied.phases import MemoryCategory, allocating
+from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host import HostHeadMajor, HostRows
 from megatron_untied.streaming.host_arena import HostArena, HostSlot
@@ -96,38 +97,27 @@ class HeadMajorSpec:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ActivationStore:
-    """Decides what the layers of one model keep, and where. What they keep lives in the graph."""
+    """Puts what the layers of one model keep where the policy says. It lives in the graph."""
 
-    num_layers: int
-    selective: bool
-    layers_per_group: int
-    host_layers: int
-    """The first so many layers keep on the host."""
-    park: bool
-    """O, dO and the sums of dK and dV go through the host even if nothing has to be kept."""
+    policy: ActivationPolicy
     arena: HostArena
     workspace: Workspace
     _open: CheckpointGroup | None = None
 
     def begin(self, layer: nn.Module, index: int, sequence: SequenceInfo) -> CheckpointGroup:
         """The group of layer ``index`` in the forward that is running, that layer its last."""
-        first = index - index % self.layers_per_group
-        if index == first:
+        if self.policy.keeps_input(index):
             self._open = CheckpointGroup(sequence)
         group = self._open
         assert group is not None, "layers run in order, from the first of a group"
         group.members.append(SavedLayer(layer, index))
-        if index + 1 in (self.num_layers, first + self.layers_per_group):
+        if index == self.policy.last_of_group(index):
             self._open = None  # from here on only the graph keeps it
         return group
 
-    def keeps_input(self, saved: SavedLayer) -> bool:
-        """Whether a layer's input is kept: the first of a group."""
-        return saved.index % self.layers_per_group == 0
-
     def keep_rows(self, saved: SavedLayer, x: Tensor) -> Copy | None:
         """Keep ``x`` as the layer's input; it may change once the returned copy was waited for."""
-        if saved.index >= self.host_layers:
+        if not self.policy.input_on_host(saved.index):
             with allocating(MemoryCategory.KEPT):
                 saved.x = DeviceRows(x.clone())
             return None
@@ -138,10 +128,9 @@ class ActivationStore:
     def out(self, index: int, spec: HeadMajorSpec, *, is_kept: bool) -> HeadMajor:
         """Slots for the attention output of layer ``index``.
 
-        What is not kept is done with before another layer runs. It goes to the host all the same
-        if the layer keeps there: beside it on the device backward has slots of its gradient.
+        What is not kept is done with before another layer runs.
         """
-        if self.park or index < self.host_layers:
+        if self.policy.output_on_host(index):
             return self._on_host(Staging.of_out(spec.sizes, spec.tile_tokens), spec)
         if is_kept:
             with allocating(MemoryCategory.KEPT):
@@ -151,25 +140,26 @@ class ActivationStore:
 
     def d_out(self, spec: HeadMajorSpec) -> HeadMajor:
         """Slots for the gradient of the attention output."""
-        if self.park:
+        if self.policy.park:
             return self._on_host(Staging.of_d_out(spec.sizes, spec.tile_tokens), spec)
         return self._shared("d_out", spec)
 
     def keep_lse(self, index: int, lse: LogSumExps, *, is_kept: bool) -> StoredLse:
         """The log-sum-exps of layer ``index``, for its backward."""
-        on_host = is_kept and index < self.host_layers
+        on_host = is_kept and self.policy.input_on_host(index)
         return StoredLse(lse, self.arena if on_host else None)
 
-    def make_sums(self, rows_at_a_time: int, device: torch.device) -> MakeSums | None:
+    def make_sums(self, sizes: Sizes, rows_at_a_time: int, device: torch.device) -> MakeSums | None:
         """What dK and dV are summed in; None is device memory of the chunk loop."""
-        if not self.park:
+        if not self.policy.park:
             return None
         return functools.partial(
             HostKvSums,
+            sizes=sizes,
+            rows_at_a_time=rows_at_a_time,
+            device=device,
             arena=self.arena,
             workspace=self.workspace,
-            device=device,
-            rows_at_a_time=rows_at_a_time,
         )
 
     def _on_host(self, staging: Staging, spec: HeadMajorSpec) -> HeadMajor:
@@ -177,5 +167,5 @@ class ActivationStore:
 
     def _shared(self, name: str, spec: HeadMajorSpec) -> HeadMajor:
         """In the workspace: no longer kept than one layer runs."""
-        storage = self.workspace.take(head_major_buffer(name, spec.sizes), spec.device)
+        storage = self.workspace.take(head_major_slots(name, spec.sizes), spec.device)
         return DeviceHeadMajor(storage, spec.layout)

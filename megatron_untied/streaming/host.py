@@ -11,7 +11,7 @@ from megatron_untied.context_parallel.buffer_plan import (
     Buffer,
     Staging,
     Workspace,
-    prefetch_buffer,
+    row_tiles,
 )
 from megatron_untied.context_parallel.exchange import DeviceHeadMajor, HeadMajor, HeadMajorLayout
 from megatron_untied.streaming.copy_engine import Copy
@@ -34,7 +34,7 @@ class HostRows(Rows):
     def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
         largest = max(tile.local.stop - tile.local.start for tile in tiles)
         numel = largest * self.shape[1:].numel()
-        room = self.workspace.take(prefetch_buffer("rows", numel, self.dtype), self.device)
+        room = self.workspace.take(row_tiles(numel, self.dtype), self.device)
         return prefetch(((self.host_slot, tile.local) for tile in tiles), room.view(2, numel))
 
     @override

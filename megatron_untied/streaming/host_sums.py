@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import Workspace, prefetch_buffer
+from megatron_untied.context_parallel.buffer_plan import Sizes, Workspace, sum_rows
 from megatron_untied.context_parallel.kv_gradients import KvPair, KvSums
 from megatron_untied.streaming.host_arena import HostArena, prefetch
 
@@ -21,21 +21,21 @@ class HostKvSums(KvSums):
     def __init__(
         self,
         heads: range,
-        shape: torch.Size,
-        dtype: torch.dtype,
         *,
+        sizes: Sizes,
+        rows_at_a_time: int,
+        device: torch.device,
         arena: HostArena,
         workspace: Workspace,
-        device: torch.device,
-        rows_at_a_time: int,
     ):
-        """``shape``: [s/r, b, d] of one head's dK."""
-        self.heads, self._num_rows = heads, shape[0]
-        self._slot = arena.reserve((2, len(heads), *shape), dtype)
+        """``sizes`` of the attention call that adds."""
+        self.heads = heads
+        shape = sizes.kv_sum_shape(len(heads))
+        self._slot, self._num_rows = arena.reserve(shape, sizes.sum_dtype), shape[2]
         self._started: set[int] = set()
-        self._step = min(rows_at_a_time, shape[0])
-        numel = self._step * shape[1:].numel()
-        self._room = workspace.take(prefetch_buffer("sums", numel, dtype), device).view(2, numel)
+        self._step = min(rows_at_a_time, self._num_rows)
+        room = workspace.take(sum_rows(sizes, self._step), device)
+        self._room = room.view(2, -1)
 
     @override
     def place(self, heads: range, dtype: torch.dtype) -> None:

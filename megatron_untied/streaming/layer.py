@@ -160,8 +160,8 @@ class _StreamedLayer(torch.autograd.Function):
             # A bf16 leaf takes the fp32 sums as they are; autograd would round them first.
             parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
         saved = group and group.members[-1]
-        leaving, keeps_attention = None, saved is not None and store.selective
-        if saved is not None and store.keeps_input(saved):
+        leaving, keeps_attention = None, saved is not None and store.policy.selective
+        if saved is not None and store.policy.keeps_input(saved.index):
             leaving = store.keep_rows(saved, x)
         with offload_during(x, store, copy=saved and saved.x) as rows:
             with layer.progress.phase(Phase.ATTENTION_FORWARD):
@@ -235,7 +235,8 @@ def layer_backward(
     with offload_during(gradient, store):
         # As much room for the sum of one head as a tile of all heads takes.
         rows = layer.streaming.tile_size * ulysses.schedule.num_heads
-        make_sums = store.make_sums(rows, projections.device)
+        sizes = ulysses.sizes(projections, attention)
+        make_sums = store.make_sums(sizes, rows, projections.device)
         with layer.progress.phase(Phase.ATTENTION_BACKWARD):
             dk, dv = ulysses.backward(projections, y, d_out, attention, make_sums)
         # What follows needs none of the chunk loop's buffers, but their memory.

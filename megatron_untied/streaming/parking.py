@@ -17,7 +17,7 @@ def offload_during(x: Tensor, store: ActivationStore, copy: Rows | None = None) 
     ``copy`` is one of ``x`` that exists: if it is on the host, nothing is copied out. The storage
     keeps its identity, so whatever aliases ``x`` is right again afterwards.
     """
-    if not store.park:
+    if not store.policy.park:
         yield DeviceRows(x)
         return
     slot = copy and copy.host_slot

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_iter
 
 from megatron_untied.phases import AllocationObserver
 from megatron_untied.step_progress import StepProgress
-from megatron_untied.tracing.fast_fakes import may_allocate
+from megatron_untied.tracing.fake_tensor_cache import may_allocate
 
 
 @dataclass(frozen=True, slots=True)

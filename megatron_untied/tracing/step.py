@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.kernels.traced import TracedFlashAttention3
 from megatron_untied.model import UntiedGPTModel, build_model
 from megatron_untied.phases import MemoryCategory, Phase, allocating
@@ -19,15 +20,17 @@ from megatron_untied.platform.device import current_device
 from megatron_untied.sharding.shards import Shard
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming.host_arena import HostArena
-from megatron_untied.tracing.fast_fakes import FastFakes
-from megatron_untied.tracing.lent_memory import call_lending
+from megatron_untied.tracing.fake_collectives import (
+    call_lending,
+    fsdp_categories,
+    ranks_like_this_one,
+    update,
+)
+from megatron_untied.tracing.fake_tensor_cache import FastFakes
 from megatron_untied.tracing.live_bytes import LiveBytes, Peak
-from megatron_untied.tracing.stand_ins import fsdp_categories, ranks_like_this_one, update
-from megatron_untied.training.batch import Batch
-from megatron_untied.training.config import RunConfig
 from megatron_untied.training.initialize import make_groups
-from megatron_untied.training.learner import Learner, build_learner
-from megatron_untied.training.step import forward_backward
+from megatron_untied.training.state import Learner, build_learner
+from megatron_untied.training.step import Batch, forward_backward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_untied.checkpoint.random_state import seed_generators
 from megatron_untied.config import ParallelConfig
+from megatron_untied.config.run import DistributedConfig, RunConfig
 from megatron_untied.platform import device
-from megatron_untied.training.config import DistributedConfig, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_untied.checkpoint.directory import make_writable
-from megatron_untied.training.config import LoggingConfig
+from megatron_untied.config.run import LoggingConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

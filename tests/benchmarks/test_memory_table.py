@@ -3,8 +3,8 @@ import json
 import pytest
 
 from benchmarks.memory_table import LENGTHS, SETTINGS, SUBJECTS, Case, report
-from megatron_untied.planner.flags import complete
-from megatron_untied.training.arguments import parse_arguments
+from megatron_untied.cli.arguments import parse_arguments
+from megatron_untied.cli.planner_flags import complete
 
 CASES = [Case(s, length, each) for s in SUBJECTS for length in LENGTHS for each in SETTINGS]
 

@@ -6,9 +6,9 @@ import torch
 from megatron_untied.checkpoint import load_checkpoint
 from megatron_untied.training.metrics import read_metrics
 from tests.distributed import run_on_ranks
+from tests.sharding.fsdp2_flags import CONTEXT, FULL, TENSOR, UNEVEN
 from tests.small_run import gather_state
 from tests.training.command_line import tiny_config
-from tests.training.full_sharding_flags import CONTEXT, FULL, TENSOR, UNEVEN
 from tests.training.tiny_run import learner_on, train
 
 DISTRIBUTED = {"use_distributed_optimizer": True}

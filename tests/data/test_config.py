@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_untied.data.config import DataConfig
+from megatron_untied.config.data import DataConfig
 
 
 @pytest.mark.parametrize("source", [{}, {"mock_data": True, "data_path": ("a",)}])

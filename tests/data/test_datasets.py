@@ -5,7 +5,7 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-from megatron_untied.data.config import DataConfig
+from megatron_untied.config.data import DataConfig
 from megatron_untied.data.datasets import build_datasets
 from megatron_untied.data.tokenizers import build_tokenizer
 from tests.data.corpus import random_documents, write_token_files

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_untied.data.epochs import sample_indices, samples_per_epoch
+from megatron_untied.data.sample_order import sample_indices, samples_per_epoch
 from tests.data.corpus import random_documents, write_token_files
 from tests.data.test_datasets import TOKENIZER, build, equal
 

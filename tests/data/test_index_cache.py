@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_untied.data.config import DataConfig
+from megatron_untied.config.data import DataConfig
 from megatron_untied.data.datasets import build_datasets
 from megatron_untied.data.index_cache import cached_arrays
 from megatron_untied.data.packed_documents import PackedDocuments

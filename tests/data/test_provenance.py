@@ -4,7 +4,7 @@ import logging
 import numpy as np
 import pytest
 
-from megatron_untied.data.config import DataConfig
+from megatron_untied.config.data import DataConfig
 from megatron_untied.data.datasets import build_datasets
 from megatron_untied.data.indexed_files import open_indexed_files
 from megatron_untied.data.indexed_writer import IndexedWriter

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from megatron_untied.data.config import DataConfig
+from megatron_untied.config.data import DataConfig
 from megatron_untied.data.sample_order import describe_samples
 from tests.data.corpus import random_documents, write_token_files
 

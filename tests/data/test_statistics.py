@@ -3,9 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from megatron_untied.data import statistics
-from megatron_untied.data.indexed_files import open_indexed_files
-from megatron_untied.data.statistics import dataset_statistics, entropy
+from megatron_untied.data import indexed_files
+from megatron_untied.data.indexed_files import dataset_statistics, entropy, open_indexed_files
 from tests.data.corpus import write_token_files
 
 
@@ -16,7 +15,7 @@ def test_entropy_of_known_distributions():
 
 @pytest.mark.parametrize("tokens_at_a_time", [2, 1000])
 def test_counts_documents_and_tokens(tmp_path, monkeypatch, tokens_at_a_time):
-    monkeypatch.setattr(statistics, "_TOKENS_AT_A_TIME", tokens_at_a_time)
+    monkeypatch.setattr(indexed_files, "_TOKENS_AT_A_TIME", tokens_at_a_time)
     prefix = write_token_files(tmp_path / "data", [[5, 5, 5], [9], [0, 9]])
     found = dataset_statistics(open_indexed_files(prefix))
     assert (found.num_documents, found.num_tokens, found.num_distinct_tokens) == (3, 6, 3)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from megatron_untied.training.arguments import parse_arguments, parse_flags
+from megatron_untied.cli.arguments import parse_arguments, parse_flags
 from tests.examples.launching import (
     EXAMPLES,
     LAUNCHERS,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_untied.checkpoint.directory import latest_iteration
-from megatron_untied.training.arguments import parse_arguments
+from megatron_untied.cli.arguments import parse_arguments
 from tests.examples.launching import EXAMPLES, LAUNCHERS, fake_program, run
 from tools.rehearsal_flags import rehearsal
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
-from megatron_untied.training.arguments import parse_arguments
-from megatron_untied.training.pretrain import pretrain
+from megatron_untied.cli.arguments import parse_arguments
+from megatron_untied.training.loop import pretrain
 from tests.distributed import run_on_ranks
 from tests.examples.launching import EXAMPLES, TINY, finish, free_port, start, torchrun_command
 from tests.training.tiny_run import launch_of

@@ -8,12 +8,12 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron_untied.checkpoint import load_checkpoint
+from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.hf import Export, Import
 from megatron_untied.step_progress import StepProgress
-from megatron_untied.training.config import RunConfig
 from megatron_untied.training.initialize import make_groups
-from megatron_untied.training.learner import build_learner
+from megatron_untied.training.state import build_learner
 from tests.hf.families import VOCAB_SIZE
 from tests.training.command_line import TINY, tiny_config
 

@@ -7,8 +7,8 @@ import torch
 
 from megatron_untied.config import ModelConfig
 from megatron_untied.hf.names import hf_layouts, qkv_rows, require_partners
-from megatron_untied.sharding.boxes import Box
 from megatron_untied.sharding.parameter_layout import parameter_layouts
+from megatron_untied.sharding.tensor_slice import Box
 from tests.distributed import run_on_ranks
 from tests.models import make_model
 

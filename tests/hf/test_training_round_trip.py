@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 import pretrain_gpt
 from megatron_untied.checkpoint import Progress
 from megatron_untied.hf.safetensors_folder import SafetensorsFolder
+from megatron_untied.training.loop import pretrain
 from megatron_untied.training.metrics import read_metrics
-from megatron_untied.training.pretrain import pretrain
 from tests.distributed import run_on_ranks
 from tests.hf.conversion import config_of, convert, convert_back
 from tests.hf.families import save_model

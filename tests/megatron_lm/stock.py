@@ -14,10 +14,10 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from megatron_untied.config import ModelConfig
+from megatron_untied.config.run import RunConfig
 from megatron_untied.model import transformer_config
+from megatron_untied.sharding.zero1 import MegatronSharding, build_scheduler
 from megatron_untied.step_progress import StepProgress
-from megatron_untied.training.config import RunConfig
-from megatron_untied.training.optimizer import MegatronSharding, build_scheduler
 
 
 def named(name: str) -> ModuleSpec:

@@ -10,7 +10,7 @@ from megatron_untied.config import MemoryConfig, RotaryConfig
 from megatron_untied.megatron_lm import untied_layer_spec
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import initialize
-from megatron_untied.training.learner import build_learner
+from megatron_untied.training.state import build_learner
 from megatron_untied.training.step import train_step
 from tests.distributed import run_on_ranks
 from tests.megatron_lm.stock import named, stock_config, stock_model, train

@@ -1,8 +1,8 @@
 """Runs and machines to plan."""
 
-from megatron_untied.planner.flags import parse_question
+from megatron_untied.cli.planner_flags import parse_question
+from megatron_untied.config.run import RunConfig
 from megatron_untied.planner.machine import Machine, read_gpus
-from megatron_untied.training.config import RunConfig
 
 
 def run_config(flags: str, *, world_size: int = 8) -> RunConfig:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_untied.planner.auto import candidates, choose, describe, is_automatic
 from megatron_untied.planner.plan import Plan
+from megatron_untied.planner.search import candidates, choose, describe, is_automatic
 from tests.distributed import run_on_ranks
 from tests.planner.planned import machine, run_config
 from tests.training.tiny_run import train

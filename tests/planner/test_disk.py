@@ -9,7 +9,7 @@ import pytest
 
 from megatron_untied.checkpoint import Progress, save_checkpoint
 from megatron_untied.planner.disk import Disk
-from megatron_untied.planner.parameters import num_parameters
+from megatron_untied.planner.weights import num_parameters
 from tests.distributed import run_on_ranks
 from tests.planner.planned import run_config
 from tests.training.command_line import tiny_config

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_untied.planner.context_flags import context_flags, launch_command, training_flags
-from megatron_untied.planner.flags import parse_question
+from megatron_untied.cli.arguments import parse_arguments
+from megatron_untied.cli.context_flags import context_flags, launch_command, training_flags
+from megatron_untied.cli.planner_flags import parse_question
 from megatron_untied.planner.longest_context import (
     GPU,
     HOST,
@@ -17,7 +18,6 @@ from megatron_untied.planner.longest_context import (
     longest_context,
 )
 from megatron_untied.planner.plan import Plan, fits, length_step, longest
-from megatron_untied.training.arguments import parse_arguments
 from tests.planner.planned import machine, run_config
 
 SMALL = (

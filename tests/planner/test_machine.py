@@ -1,11 +1,10 @@
-"""For which machine is planned: GPUs of the list, any other by flags, and the one that is here."""
+"""Machines that are planned for: listed GPUs, any other GPU by flags, and the local one."""
 
 import pytest
 
-from megatron_untied.planner import here
-from megatron_untied.planner.flags import own_parser
+from megatron_untied.cli.planner_flags import machine_of, own_parser
+from megatron_untied.planner import machine as machine_module
 from megatron_untied.planner.machine import GIB, read_gpus
-from megatron_untied.planner.machine_flags import machine_of
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.report import as_json, headline
 from megatron_untied.platform import device
@@ -77,7 +76,7 @@ def test_a_gpu_here_that_is_not_in_the_list_is_itself(monkeypatch, name):
         memory_bytes_per_second=192e9,
     )  # fmt: skip
     monkeypatch.setattr(device, "gpu_properties", lambda: properties)
-    gpu = here.this_gpu()
+    gpu = machine_module.this_gpu()
     assert (gpu.title, gpu.memory_gib) == (name, 8)
     assert gpu.bf16_tflops == pytest.approx(23.6, rel=0.01)
     assert gpu.memory_gb_per_second == 192
@@ -90,7 +89,7 @@ def test_what_the_driver_does_not_tell_is_assumed_and_said(monkeypatch):
         memory_bytes_per_second=0.0,
     )  # fmt: skip
     monkeypatch.setattr(device, "gpu_properties", lambda: unknown)
-    gpu = here.this_gpu()
+    gpu = machine_module.this_gpu()
     assert gpu.bf16_tflops == read_gpus()["a100-80"].bf16_tflops
     assert "312 TFLOP/s, as an A100, 2,039 GB/s of memory, as an A100" in gpu.assumed
 
@@ -101,12 +100,12 @@ def test_a_listed_gpu_here_has_the_memory_that_it_has(monkeypatch):
         memory_bytes_per_second=1e12,
     )  # fmt: skip
     monkeypatch.setattr(device, "gpu_properties", lambda: found)
-    gpu = here.this_gpu()
+    gpu = machine_module.this_gpu()
     assert (gpu.title, gpu.memory_gib, gpu.assumed) == ("H200 SXM 141 GB", 140, "")
 
 
 def test_no_gpu_is_an_assumption_too():
-    assert here.this_gpu().assumed.startswith("there is no GPU here")
+    assert machine_module.this_gpu().assumed.startswith("there is no GPU here")
 
 
 def unlike_ranks(group):
@@ -116,7 +115,7 @@ def unlike_ranks(group):
     before = device.gpu_properties
     device.gpu_properties = lambda: properties
     try:
-        return here.this_machine(None)
+        return machine_module.this_machine(None)
     finally:
         device.gpu_properties = before
 

@@ -8,9 +8,9 @@ import pytest
 from megatron_untied.phases import Phase
 from megatron_untied.planner.causes import Cause
 from megatron_untied.planner.machine import GIB, read_gpus
-from megatron_untied.planner.parameters import num_parameters, parameter_units
 from megatron_untied.planner.plan import Plan, longest
 from megatron_untied.planner.search import search
+from megatron_untied.planner.weights import num_parameters, parameter_units
 from megatron_untied.presets import preset_names, read_preset
 from tests.models import make_model, tiny
 from tests.planner.planned import machine, run_config
@@ -101,7 +101,7 @@ def test_the_rank_that_needs_most_counts():
     """28 heads over 8 ranks: some have 3, some 4."""
     flags = "--model qwen2.5-7b --cpu-offloading-num-layers 28 --cp-heads-per-chunk all"
     made = plan(flags)
-    from megatron_untied.planner.streamed_step import StreamedStep
+    from megatron_untied.planner.step import StreamedStep
 
     peaks = [
         max(m.num_bytes for m in StreamedStep(made.geometry, rank).moments()) for rank in range(8)

@@ -7,8 +7,7 @@ import pytest
 from rich.console import Console
 
 from megatron_untied.planner.plan import Plan
-from megatron_untied.planner.report import print_plan
-from megatron_untied.planner.tables import print_table
+from megatron_untied.planner.report import print_plan, print_table
 from tests.planner.planned import machine, run_config
 
 LONG = (

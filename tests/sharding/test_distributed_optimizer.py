@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_untied.sharding.distributed_optimizer import OptimizerShards
+from megatron_untied.sharding.zero1 import OptimizerShards
 from tests.distributed import run_on_ranks
 from tests.small_run import Split, gather_parameters, gather_state, small_run
 

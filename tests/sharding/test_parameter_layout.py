@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_untied.sharding.boxes import Box, boxes_of_flat_range
 from megatron_untied.sharding.parameter_layout import parameter_layout, parameter_layouts
+from megatron_untied.sharding.tensor_slice import Box, boxes_of_flat_range
 from tests.distributed import run_on_ranks
 from tests.small_run import MODEL, Split, build_model, gather_parameters, make_groups, part_of
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_untied.step_progress import StepProgress
-from megatron_untied.tracing.lent_memory import call_lending, lent
+from megatron_untied.tracing.fake_collectives import call_lending, lent
 from megatron_untied.tracing.live_bytes import LiveBytes
 from tests.distributed import run_on_ranks
 

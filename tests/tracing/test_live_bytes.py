@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_untied.phases import Phase
 from megatron_untied.step_progress import StepProgress
-from megatron_untied.tracing.fast_fakes import FastFakes
+from megatron_untied.tracing.fake_tensor_cache import FastFakes
 from megatron_untied.tracing.live_bytes import LiveBytes
 
 MIB = 2**20

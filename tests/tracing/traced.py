@@ -3,9 +3,9 @@
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
+from megatron_untied.cli.arguments import parse_arguments
+from megatron_untied.config.run import RunConfig
 from megatron_untied.tracing.step import StepTrace, trace_step
-from megatron_untied.training.arguments import parse_arguments
-from megatron_untied.training.config import RunConfig
 
 MODEL = """
     --num-layers 3 --hidden-size 48 --num-attention-heads 6 --group-query-attention

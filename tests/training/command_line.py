@@ -1,7 +1,7 @@
 """The flags of a tiny run, to change one at a time."""
 
-from megatron_untied.training.arguments import parse_arguments
-from megatron_untied.training.config import RunConfig
+from megatron_untied.cli.arguments import parse_arguments
+from megatron_untied.config.run import RunConfig
 
 TINY = {
     "--num-layers": "2",

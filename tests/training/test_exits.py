@@ -5,10 +5,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from megatron_untied.config.run import LoopConfig
 from megatron_untied.step_progress import Place
-from megatron_untied.training.config import LoopConfig
-from megatron_untied.training.exits import EarlyExit, what_follows
-from megatron_untied.training.signals import SignalWatch
+from megatron_untied.training.exits import EarlyExit, SignalWatch, what_follows
 from tests.distributed import run_on_ranks
 
 

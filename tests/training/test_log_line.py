@@ -2,7 +2,7 @@ from datetime import datetime
 
 import pytest
 
-from megatron_untied.training.log_line import LogLine, evaluation_line
+from megatron_untied.training.reporting import LogLine, evaluation_line
 
 VALUES = {
     "time": datetime(2026, 3, 4, 5, 6, 7),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_untied.training.config import LoggingConfig
+from megatron_untied.config.run import LoggingConfig
 from megatron_untied.training.metrics import (
     EvaluationMetrics,
     IterationMetrics,

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron_untied.training.signals import SignalWatch
+from megatron_untied.training.exits import SignalWatch
 from tests.launched import launch
 from tests.training.command_line import command_line
 

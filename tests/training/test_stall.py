@@ -7,7 +7,7 @@ import pytest
 import pretrain_gpt
 from megatron_untied.phases import Phase
 from megatron_untied.training.initialize import read_launch
-from megatron_untied.training.pretrain import pretrain
+from megatron_untied.training.loop import pretrain
 from tests.launched import launch
 from tests.training.command_line import tiny_config
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pretrain_gpt
-from megatron_untied.training.reporter import Reporter
+from megatron_untied.training.reporting import Reporter
 from tests.launched import launch
 from tests.training.command_line import command_line
 

@@ -4,9 +4,15 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron_untied.training.batch import Batch, count_valid_tokens
-from megatron_untied.training.evaluate import evaluate
-from megatron_untied.training.step import StepResult, forward_backward, require_finite, train_step
+from megatron_untied.training.step import (
+    Batch,
+    StepResult,
+    count_valid_tokens,
+    evaluate,
+    forward_backward,
+    require_finite,
+    train_step,
+)
 from tests.distributed import run_on_ranks
 from tests.training.tiny_run import learner_on
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from megatron_untied.checkpoint import Progress
-from megatron_untied.training.summary import RunSummary
+from megatron_untied.training.reporting import RunSummary
 from tests.training.command_line import tiny_config
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 import pretrain_gpt
 from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.step_progress import StepProgress
-from megatron_untied.training.batch import Batch
 from megatron_untied.training.initialize import Launch, initialize
-from megatron_untied.training.learner import Learner, build_learner
-from megatron_untied.training.pretrain import pretrain
+from megatron_untied.training.loop import pretrain
+from megatron_untied.training.state import Learner, build_learner
+from megatron_untied.training.step import Batch
 from tests.training.command_line import tiny_config
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_untied.training.learner import Learner
+from megatron_untied.training.state import Learner
 from tests.small_run import gather, gather_state
 
 __all__ = ["gather_gradients", "gather_state"]

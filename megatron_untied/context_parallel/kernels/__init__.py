@@ -10,17 +10,13 @@ from megatron_untied.context_parallel.kernels.cpu_flash import CpuFlash
 from megatron_untied.context_parallel.kernels.kernel import AttentionKernel, KernelCounter
 from megatron_untied.context_parallel.kernels.mask import Mask, Segments
 from megatron_untied.context_parallel.kernels.registry import (
-    ATTENTION_BACKENDS,
-    AttentionBackend,
     choose_kernel,
 )
 from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads
 from megatron_untied.context_parallel.kernels.traced import TracedFlashAttention3
 
 __all__ = [
-    "ATTENTION_BACKENDS",
     "Attended",
-    "AttentionBackend",
     "AttentionKernel",
     "CpuFlash",
     "KernelCounter",

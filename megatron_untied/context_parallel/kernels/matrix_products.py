@@ -5,8 +5,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_untied.context_parallel.kernels.kernel import AttentionKernel
-from megatron_untied.context_parallel.kernels.query_blocks import QueryBlock, query_blocks
-from megatron_untied.context_parallel.kernels.split_calls import Call, Limits
+from megatron_untied.context_parallel.kernels.split_calls import (
+    Call,
+    Limits,
+    QueryBlock,
+    query_blocks,
+)
 from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads
 
 

@@ -1,9 +1,8 @@
 """The table of kernels, and the choice that ``--attention-backend`` makes among them."""
 
-from typing import Literal, get_args
-
 import torch
 
+from megatron_untied.config.run import AttentionBackend
 from megatron_untied.context_parallel.kernels.cpu_flash import CpuFlash
 from megatron_untied.context_parallel.kernels.cudnn import Cudnn
 from megatron_untied.context_parallel.kernels.flash_attention import (
@@ -13,20 +12,6 @@ from megatron_untied.context_parallel.kernels.flash_attention import (
 )
 from megatron_untied.context_parallel.kernels.kernel import AttentionKernel
 from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
-
-AttentionBackend = Literal[
-    "auto",
-    "flash",
-    "fused",
-    "local",
-    "flash-attention-3",
-    "flash-attention-2",
-    "torch-flash",
-    "cudnn",
-]
-"""Megatron's words, or the name of one kernel."""
-
-ATTENTION_BACKENDS: tuple[str, ...] = get_args(AttentionBackend)
 
 _FLASH = FlashAttention3, FlashAttention2, TorchFlash, CpuFlash
 

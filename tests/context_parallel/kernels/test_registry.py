@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import megatron_untied
-from megatron_untied.context_parallel.kernels import ATTENTION_BACKENDS, choose_kernel
+from megatron_untied.config.run import ATTENTION_BACKENDS
+from megatron_untied.context_parallel.kernels import choose_kernel
 from megatron_untied.context_parallel.kernels.cudnn import Cudnn
 from megatron_untied.context_parallel.kernels.flash_attention import FlashAttention3, TorchFlash
 from megatron_untied.context_parallel.kernels.registry import KERNELS

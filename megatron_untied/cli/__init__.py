@@ -1,0 +1,1 @@
+"""The command line: flags, and the configuration that they make."""

@@ -1,0 +1,332 @@
+"""Flags in, one ``RunConfig`` out. Nothing behind this file sees a flag."""
+
+import argparse
+import difflib
+import importlib.util
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from megatron_untied.checkpoint.compatibility import require_same_structure
+from megatron_untied.checkpoint.run_config import read_model_config
+from megatron_untied.cli.derived import (
+    derived_sizes,
+    model_vocab_size,
+    replace_scaling,
+    rotary_config,
+    tokenizer_vocab_size,
+)
+from megatron_untied.cli.flags import (
+    A_YEAR_IN_MINUTES,
+    FLAGS,
+    NOT_YET,
+    OTHER_SPELLINGS,
+    SWITCHES,
+)
+from megatron_untied.cli.validate import validate
+from megatron_untied.config import (
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    Precision,
+    RotaryConfig,
+)
+from megatron_untied.config.checkpoint import CheckpointConfig
+from megatron_untied.config.data import DataConfig
+from megatron_untied.config.run import (
+    BatchConfig,
+    DistributedConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    LoopConfig,
+    OptimizationConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from megatron_untied.data.blend import check_split
+from megatron_untied.flops import slow_step_seconds
+from megatron_untied.platform import device
+from megatron_untied.presets import read_preset
+
+Values = Mapping[str, Any]
+Config = TypeVar("Config")
+
+HELP = """\
+Pretrain a GPT-style model whose sequences are shared by context-parallel ranks.
+
+    torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --context-parallel-size 2 ...
+
+Flags are spelled as Megatron's. Lengths are numbers of tokens: 1048576, or 1Mi, 1024Ki."""
+
+NEEDS = {
+    "num_query_groups": "group_query_attention",
+    "rope_scaling_factor": "use_rope_scaling",
+    "yarn_mscale": "yarn_mscale_all_dim",
+    "yarn_mscale_all_dim": "yarn_mscale",
+    "dataloader_inter_document_masking": "reset_position_ids",
+    "document_boundaries": "reset_position_ids",
+    "recompute_method": "recompute_granularity",
+    "recompute_num_layers": "recompute_granularity",
+    "sequence_tile_size": "recompute_granularity",
+    "cpu_offloading_num_layers": "recompute_granularity",
+    "park_during_attention": "recompute_granularity",
+    "save_interval": "save",
+    "save_retain_interval": "save",
+    "save_into_existing": "save",
+    "ckpt_step": "load",
+    "finetune": "load",
+    "exit_on_missing_checkpoint": "load",
+    "use_checkpoint_args": "load",
+    "override_opt_param_scheduler": "load",
+    "use_checkpoint_opt_param_scheduler": "load",
+    "reset_data_position": "load",
+}
+"""Flags that say nothing without another: giving them alone is a mistake, not a choice."""
+
+
+def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
+    """The run that ``argv`` (without the program's name) asks for, checked.
+
+    Reads the tokenizer for the size of its vocabulary and, with --use-checkpoint-args, the
+    checkpoint for its architecture.
+
+    Raises:
+        ValueError: an unknown flag, a flag whose feature does not exist, a value that cannot be,
+            values that do not fit together; each with what to change.
+    """
+    given = with_preset(parse_flags(argv))
+    for name, other in NEEDS.items():
+        if name in given and other not in given:
+            raise ValueError(
+                f"{_flag_name(name)} does nothing without {_flag_name(other)}; give both"
+            )
+    values = defaults() | given
+    _require(values, "seq_length", "micro_batch_size", "train_iters", "lr", "tokenizer_type")
+    check_split(values["split"])
+    data = _take(
+        DataConfig,
+        values,
+        data_path=tuple(values["data_path"]),
+        vocab_size=tokenizer_vocab_size(values),
+    )
+    sizes = values["hierarchical_context_parallel_sizes"]
+    parallel = _take(
+        ParallelConfig, values, hierarchical_context_parallel_sizes=sizes and tuple(sizes)
+    )
+    model = _model(given, values, data)
+    memory = _memory(values, model)
+    batch = _batch(values, parallel, world_size)
+    config = RunConfig(
+        model=model,
+        parallel=parallel,
+        memory=memory,
+        precision=_take(Precision, values),
+        data=data,
+        batch=batch,
+        optimization=_take(OptimizationConfig, values),
+        schedule=_take(
+            ScheduleConfig, values, lr_decay_iters=_or(values, "lr_decay_iters", "train_iters")
+        ),
+        checkpoint=_take(CheckpointConfig, values),
+        evaluation=_take(EvaluationConfig, values),
+        loop=_take(LoopConfig, values),
+        logging=_logging(values),
+        distributed=_distributed(values, timeout_minutes(model, memory, batch, world_size)),
+        attention_backend=values["attention_backend"],
+        transformer_impl=values["transformer_impl"],
+        seed=values["seed"],
+    )
+    validate(config, world_size)
+    return config
+
+
+def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """The flags that were given, by name of their value; those left out are absent."""
+    argv = [OTHER_SPELLINGS.get(token, token) for token in argv]
+    _refuse(argv)
+    given, unknown = parser().parse_known_args(_with_negative_values(argv))
+    if unknown:
+        raise ValueError(_unknown(unknown, argv))
+    return vars(given)
+
+
+def with_preset(given: Values) -> dict[str, Any]:
+    """``given`` and, where it names a ``--model``, that model's flags for what it leaves out."""
+    if "model" not in given:
+        return dict(given)
+    if "use_checkpoint_args" in given:
+        raise ValueError(
+            f"--model {given['model']} and --use-checkpoint-args each say the architecture; "
+            "give one"
+        )
+    return replace_scaling(parse_flags(read_preset(given["model"]).argv), given)
+
+
+def defaults() -> dict[str, Any]:
+    """What each flag is when it is left out."""
+    flags = (flag for group in FLAGS.values() for flag in group)
+    return {options.get("dest", _value_name(name)): options["default"] for name, options in flags}
+
+
+def parser() -> argparse.ArgumentParser:
+    """A parser of ``FLAGS`` whose namespace holds only what was given."""
+    built = _Parser(
+        usage="%(prog)s FLAGS",
+        allow_abbrev=False,
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for title, flags in FLAGS.items():
+        group = built.add_argument_group(title)
+        for name, options in flags:
+            group.add_argument(
+                name, **options | {"default": argparse.SUPPRESS, "help": _help(options)}
+            )
+    return built
+
+
+def _help(options: dict[str, Any]) -> str:
+    described, default = options.get("help", ""), options["default"]
+    unsaid = default is None or isinstance(default, bool) or default == ()
+    return described if unsaid else f"{described} (default: {default})"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _model(given: Values, values: Values, data: DataConfig) -> ModelConfig:
+    if values["use_checkpoint_args"]:
+        stored = read_model_config(values["load"], values["ckpt_step"])
+        rotary = rotary_config(given, stored.rotary)
+        # --vocab-size is the tokenizer's, which may have fewer tokens than the model rows.
+        others = {"rotary": rotary, "vocab_size": stored.vocab_size}
+        model = replace(stored, **_shared(ModelConfig, given) | others)
+        require_same_structure(Path(values["load"]), stored, model, use_checkpoint_args=True)
+        stored_rows = stored.vocab_size
+    else:
+        _require(values, "num_layers", "hidden_size", "num_attention_heads")
+        rotary = rotary_config(given, RotaryConfig())
+        model = _take(ModelConfig, values, **derived_sizes(values) | {"rotary": rotary})
+        stored_rows = None
+    return replace(model, vocab_size=model_vocab_size(values, data, stored_rows))
+
+
+def _memory(values: Values, model: ModelConfig) -> MemoryConfig:
+    offloaded = values["cpu_offloading_num_layers"]
+    num_layers = model.num_layers if offloaded == "all" else offloaded
+    return _take(MemoryConfig, values, cpu_offloading_num_layers=num_layers)
+
+
+def _batch(values: Values, parallel: ParallelConfig, world_size: int) -> BatchConfig:
+    model_ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    one_pass = values["micro_batch_size"] * max(1, world_size // model_ranks)
+    return _take(BatchConfig, values, global_batch_size=values["global_batch_size"] or one_pass)
+
+
+def _logging(values: Values) -> LoggingConfig:
+    project = values["wandb_project"]
+    if project and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"--wandb-project {project} needs the package wandb, which is not installed: "
+            "pip install wandb, or leave the flag out"
+        )
+    return _take(LoggingConfig, values)
+
+
+def timeout_minutes(
+    model: ModelConfig, memory: MemoryConfig, batch: BatchConfig, world_size: int
+) -> float:
+    """How long a collective may take unless told: a step on slow devices, at least 10 minutes.
+
+    A rank may wait for another through a whole step, and no longer.
+    """
+    seconds = slow_step_seconds(
+        model,
+        memory,
+        seq_length=batch.seq_length,
+        num_samples=batch.global_batch_size,
+        world_size=world_size,
+        flops_per_second=device.slow_flops_per_second(),
+    )
+    return max(10.0, float(math.ceil(seconds / 60)))
+
+
+def _distributed(values: Values, timeout: float) -> DistributedConfig:
+    here = device.default_backend()
+    backend = values["distributed_backend"] or here
+    if backend == "nccl" != here:
+        raise ValueError(
+            "--distributed-backend nccl needs GPUs, and there are none here; gloo works"
+        )
+    given = values["distributed_timeout_minutes"]
+    if given is not None and not 0 < given <= A_YEAR_IN_MINUTES:
+        raise ValueError(
+            f"--distributed-timeout-minutes {given} is not above 0 and at most "
+            f"{A_YEAR_IN_MINUTES}, a year; {timeout:.0f} would do for this step"
+        )
+    return DistributedConfig(backend=backend, timeout_minutes=given or timeout)
+
+
+def _with_negative_values(argv: Sequence[str]) -> list[str]:
+    """``--flag -1,0`` as ``--flag=-1,0``: argparse takes for a flag what is no plain number."""
+    joined: list[str] = []
+    for token in argv:
+        if re.match(r"-\d", token) and joined and joined[-1].startswith("--"):
+            joined[-1] += f"={token}"
+        else:
+            joined.append(token)
+    return joined
+
+
+def _refuse(argv: Sequence[str]) -> None:
+    for token, following in zip(argv, [*argv, ""][1:], strict=True):
+        name, _, value = token.partition("=")
+        for refused in (name, f"{name} {value or following}"):
+            if refused in NOT_YET:
+                raise ValueError(f"{refused} is refused: {NOT_YET[refused]}")
+
+
+def _unknown(tokens: Sequence[str], argv: Sequence[str]) -> str:
+    known = [name for group in FLAGS.values() for name, _ in group] + list(NOT_YET)
+    names = [token.partition("=")[0] for token in tokens if token.startswith("--")]
+    if not names:
+        for before, token in itertools.pairwise(argv):
+            if token == tokens[0] and before in SWITCHES:
+                return f"{before} takes no value; leave out {token!r}"
+        return f"{tokens[0]!r} belongs to no flag"
+    close = difflib.get_close_matches(names[0], known, n=1)
+    return f"unknown flag {names[0]}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _value_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _flag_name(value: str) -> str:
+    return "--" + value.replace("_", "-")
+
+
+def _require(values: Values, *names: str) -> None:
+    missing = [_flag_name(name) for name in names if values[name] is None]
+    if missing:
+        raise ValueError(f"missing {' '.join(missing)}: there is no default")
+
+
+def _take(config: type[Config], values: Values, **others: Any) -> Config:
+    """``config`` with every field that has a flag's name taken from ``values``."""
+    return config(**_shared(config, values) | others)
+
+
+def _shared(config: type, values: Values) -> dict[str, Any]:
+    names = {field.name for field in fields(config)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _or(values: Values, name: str, otherwise: str) -> Any:
+    return values[otherwise] if values[name] is None else values[name]

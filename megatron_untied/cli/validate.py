@@ -1,0 +1,255 @@
+"""Whether the parts of a run fit together: pure arithmetic on the configuration and world size.
+
+Every rank checks the same values and finds the same, before any collective. A message says what
+was given, what must hold, and a value that works, in the flags' own names.
+"""
+
+import math
+from collections.abc import Iterator
+
+from megatron_untied.config import ParallelConfig, RotaryConfig
+from megatron_untied.config.checkpoint import CheckpointConfig
+from megatron_untied.config.problems import model_problems
+from megatron_untied.config.run import RunConfig, ScheduleConfig
+from megatron_untied.context_parallel.sequence import SequenceLayout
+
+
+def validate(config: RunConfig, world_size: int) -> None:
+    """Raises one ``ValueError`` that lists everything wrong, a line each."""
+    found = list(problems(config, world_size))
+    if found:
+        raise ValueError("\n".join(found))
+
+
+def problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Everything that does not fit together in ``config`` on ``world_size`` ranks."""
+    yield from _ranks(config, world_size)
+    wrong_model = list(model_problems(config.model))
+    yield from wrong_model
+    if wrong_model:
+        return
+    yield from _yarn(config.model.rotary)
+    yield from _memory(config)
+    yield from _tensor_parallel(config)
+    wrong_sizes = list(_hierarchical_sizes(config.parallel))
+    yield from wrong_sizes
+    if not wrong_sizes:
+        yield from _context_parallel(config)
+        yield from _heads_per_chunk(config)
+    yield from _sharding(config)
+    yield from _batch(config, world_size)
+    yield from _schedule(config.schedule)
+    yield from _schedule_of_checkpoint(config.checkpoint)
+    if config.loop.skip_train and not config.evaluation.eval_iters:
+        yield "--skip-train only evaluates and --eval-iters is 0; give --eval-iters 1 or more"
+    yield from _optimizer(config)
+
+
+def _ranks(config: RunConfig, world_size: int) -> Iterator[str]:
+    t = config.parallel.tensor_model_parallel_size
+    p = config.parallel.context_parallel_size
+    if world_size % (t * p):
+        yield (
+            f"{world_size} ranks do not divide into tensor parallel {t} x context parallel {p}; "
+            f"start a multiple of {t * p} ranks, or lower --tensor-model-parallel-size or "
+            "--context-parallel-size"
+        )
+
+
+def _yarn(rotary: RotaryConfig) -> Iterator[str]:
+    if rotary.scaling == "yarn" and rotary.beta_slow >= rotary.beta_fast:
+        yield (
+            f"--yarn-beta-slow {rotary.beta_slow} must be below --yarn-beta-fast "
+            f"{rotary.beta_fast}; YaRN has 1 and 32"
+        )
+
+
+def _memory(config: RunConfig) -> Iterator[str]:
+    offloaded, layers = config.memory.cpu_offloading_num_layers, config.model.num_layers
+    if offloaded > layers:
+        yield (
+            f"--cpu-offloading-num-layers {offloaded} is more than --num-layers {layers}; "
+            f"{layers} offloads all"
+        )
+    if config.memory.recompute_num_layers > layers:
+        yield (
+            f"--recompute-num-layers {config.memory.recompute_num_layers} is more than "
+            f"--num-layers {layers}; {layers} keeps the first layer's input alone"
+        )
+
+
+def _tensor_parallel(config: RunConfig) -> Iterator[str]:
+    model, t = config.model, config.parallel.tensor_model_parallel_size
+    if config.parallel.sequence_parallel and t == 1:
+        yield (
+            "--sequence-parallel splits tokens over tensor-parallel ranks, and there is 1; "
+            "leave it out, or give --tensor-model-parallel-size 2"
+        )
+    for name, size in (
+        ("num-attention-heads", model.num_attention_heads),
+        ("num-query-groups", model.num_query_groups),
+        ("ffn-hidden-size", model.ffn_hidden_size),
+    ):
+        if size % t:
+            yield (
+                f"--{name} {size} does not divide over --tensor-model-parallel-size {t}; "
+                f"{_divisor(size, t)} tensor-parallel ranks work"
+            )
+
+
+def _hierarchical_sizes(parallel: ParallelConfig) -> Iterator[str]:
+    sizes, p = parallel.hierarchical_context_parallel_sizes, parallel.context_parallel_size
+    if parallel.cp_comm_type != "a2a+p2p":
+        if sizes is not None:
+            yield (
+                f"--hierarchical-context-parallel-sizes {sizes[0]} {sizes[1]} does nothing with "
+                f"--cp-comm-type {parallel.cp_comm_type}; a2a+p2p uses it"
+            )
+        return
+    if sizes is None:
+        num_ulysses = _divisor(p, max(1, p // 2))
+        yield (
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A P, a ring of P "
+            f"groups of A ranks, such as {num_ulysses} {p // num_ulysses}"
+        )
+    elif math.prod(sizes) != p:
+        num_ulysses = _divisor(p, sizes[0])
+        yield (
+            f"--hierarchical-context-parallel-sizes {sizes[0]} {sizes[1]} are {math.prod(sizes)} "
+            f"ranks and --context-parallel-size is {p}; {num_ulysses} {p // num_ulysses} works"
+        )
+
+
+def _context_parallel(config: RunConfig) -> Iterator[str]:
+    parallel, s = config.parallel, config.batch.seq_length
+    if config.model.window_size is not None and parallel.cp_comm_type != "a2a":
+        yield (
+            f"--window-size {config.model.window_size - 1},0 needs the whole sequence on a rank; "
+            f"--cp-comm-type {parallel.cp_comm_type} passes it on in blocks, a2a does not"
+        )
+    p = parallel.context_parallel_size
+    t = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    layout = SequenceLayout.of(parallel)
+    divisor = math.lcm(layout.divisor, p * t)
+    if s % divisor:
+        over = f"{p} context-parallel" + (f" x {t} sequence-parallel" if t > 1 else "")
+        blocks = " in two blocks each" if layout.num_ring > 1 else ""
+        yield (
+            f"--seq-length {s} does not divide over {over} ranks{blocks}; "
+            f"{_multiple(s, divisor)} does"
+        )
+
+
+def _heads_per_chunk(config: RunConfig) -> Iterator[str]:
+    u, num_ulysses = config.parallel.heads_per_chunk, config.parallel.num_ulysses_and_ring[0]
+    if u in ("all", "auto"):
+        return
+    if u % num_ulysses:
+        yield (
+            f"--cp-heads-per-chunk {u} is not a multiple of {num_ulysses}, the ranks that trade "
+            "sequence for heads: each attends with as many heads as the others; "
+            f"{_multiple(u, num_ulysses)} works"
+        )
+    t = config.parallel.tensor_model_parallel_size
+    heads_a_rank = config.model.num_attention_heads // t
+    most = -(-heads_a_rank // num_ulysses) * num_ulysses
+    if u > most:
+        yield (
+            f"--cp-heads-per-chunk {u} is more than the {heads_a_rank} query heads of a "
+            f"tensor-parallel rank; {most} or all exchanges them at once"
+        )
+
+
+def _sharding(config: RunConfig) -> Iterator[str]:
+    optimization = config.optimization
+    if optimization.optimizer_cpu_offload and not optimization.use_torch_fsdp2:
+        yield (
+            "--optimizer-cpu-offload needs --use-torch-fsdp2, whose optimizer can run on the host; "
+            "give it instead of --use-distributed-optimizer, or leave the offload out"
+        )
+    if not optimization.use_torch_fsdp2:
+        return
+    if optimization.use_distributed_optimizer:
+        yield (
+            "--use-torch-fsdp2 spreads what --use-distributed-optimizer spreads, and weights and "
+            "gradients too; give one of them"
+        )
+    if config.transformer_impl != "local":
+        yield (
+            f"--use-torch-fsdp2 builds the model without memory, and --transformer-impl "
+            f"{config.transformer_impl} allocates its layers; give --transformer-impl local"
+        )
+
+
+def _batch(config: RunConfig, world_size: int) -> Iterator[str]:
+    batch, parallel = config.batch, config.parallel
+    model_ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    data_parallel_size = max(1, world_size // model_ranks)
+    a_pass = batch.micro_batch_size * data_parallel_size
+    if batch.global_batch_size % a_pass:
+        yield (
+            f"--global-batch-size {batch.global_batch_size} is not a multiple of "
+            f"--micro-batch-size {batch.micro_batch_size} x {data_parallel_size} data-parallel "
+            f"ranks; {_multiple(batch.global_batch_size, a_pass)} is"
+        )
+    if batch.seq_length > config.model.max_position_embeddings:
+        yield (
+            f"--seq-length {batch.seq_length} is above --max-position-embeddings "
+            f"{config.model.max_position_embeddings}; give --max-position-embeddings "
+            f"{batch.seq_length}"
+        )
+
+
+def _optimizer(config: RunConfig) -> Iterator[str]:
+    optimization, lr = config.optimization, config.schedule.lr
+    for name, beta in (("1", optimization.adam_beta1), ("2", optimization.adam_beta2)):
+        if beta >= 1:
+            yield f"--adam-beta{name} {beta} must be below 1, such as 0.9"
+    if lr * optimization.weight_decay >= 1:
+        yield (
+            f"--weight-decay {optimization.weight_decay} at --lr {lr} shrinks weights beyond zero "
+            "in a step; their product must be below 1, such as with --weight-decay 0.1"
+        )
+
+
+def _schedule(schedule: ScheduleConfig) -> Iterator[str]:
+    for name, value in (("min-lr", schedule.min_lr), ("lr-warmup-init", schedule.lr_warmup_init)):
+        if value > schedule.lr:
+            yield f"--{name} {value} is above --lr {schedule.lr}; {schedule.lr / 10} is not"
+    if schedule.lr_warmup_iters >= schedule.lr_decay_iters:
+        yield (
+            f"--lr-warmup-iters {schedule.lr_warmup_iters} is not below --lr-decay-iters "
+            f"{schedule.lr_decay_iters} (--train-iters, unless given); "
+            f"{schedule.lr_decay_iters // 10} is"
+        )
+    if schedule.lr_decay_style != "WSD":
+        return
+    annealing, available = schedule.lr_wsd_decay_iters, schedule.lr_decay_iters
+    if annealing is None:
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-iters, such as {max(1, available // 10)}"
+    elif annealing > available - schedule.lr_warmup_iters:
+        yield (
+            f"--lr-wsd-decay-iters {annealing} is more than the iterations between warmup and "
+            f"--lr-decay-iters; at most {available - schedule.lr_warmup_iters} works"
+        )
+
+
+def _schedule_of_checkpoint(checkpoint: CheckpointConfig) -> Iterator[str]:
+    if not checkpoint.use_checkpoint_opt_param_scheduler:
+        return
+    flag = "--use-checkpoint-opt_param-scheduler"
+    if checkpoint.override_opt_param_scheduler:
+        yield f"{flag} and --override-opt_param-scheduler exclude each other; give one"
+    if checkpoint.finetune or not checkpoint.load_optim:
+        other = "--finetune" if checkpoint.finetune else "--no-load-optim"
+        yield f"{flag} does nothing with {other}, which starts the schedule anew; give one"
+
+
+def _multiple(value: int, of: int) -> int:
+    """The multiple of ``of`` that is nearest below ``value``, or ``of``."""
+    return max(of, value - value % of)
+
+
+def _divisor(value: int, below: int) -> int:
+    """The largest divisor of ``value`` that is not above ``below``."""
+    return next(n for n in range(below, 0, -1) if value % n == 0)

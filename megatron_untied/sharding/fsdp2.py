@@ -1,0 +1,242 @@
+"""Full sharding of a run: every rank keeps and updates its rows of all parameters."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from megatron_untied.config.run import OptimizationConfig, RunConfig
+from megatron_untied.platform import device
+from megatron_untied.sharding.initialize_weights import initialize_shards
+from megatron_untied.sharding.interface import ModelProvider
+from megatron_untied.sharding.parameter_layout import parameter_layouts
+from megatron_untied.sharding.shards import RowShards
+from megatron_untied.step_progress import StepProgress
+
+
+class FullSharding:
+    """PyTorch's FSDP2 with torch's AdamW on the fp32 rows. See :class:`Sharding`."""
+
+    def __init__(
+        self,
+        model_provider: ModelProvider,
+        config: RunConfig,
+        groups: ProcessGroupCollection,
+        progress: StepProgress,
+    ):
+        with torch.device("meta"):  # no rank ever holds the whole model
+            # In the precision that its kernel is chosen for; its rows are fp32 all the same.
+            self.model = model_provider(config, groups, progress)
+        self.layouts = parameter_layouts(
+            self.model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
+        )
+        self._copies = TensorParallelCopies.of(self.model)
+        self._groups, self._clip_grad = groups, config.optimization.clip_grad
+        shard_model(
+            self.model,
+            groups.dp_cp,
+            compute_dtype=config.precision.params_dtype,
+            offload=config.optimization.optimizer_cpu_offload,
+        )
+        self._parameters = dict(self.model.named_parameters())
+        self.adam = build_adam(self.model, config.optimization)
+        self.shards = RowShards(self.model, self.adam, groups.dp_cp)
+        initialize_shards(self.shards, self.layouts, config.model, config.seed)
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """See :class:`Sharding`."""
+        return self.adam.param_groups
+
+    def zero_grad(self) -> None:
+        """See :class:`Sharding`."""
+        self.adam.zero_grad()
+
+    def more_to_come(self) -> AbstractContextManager:
+        """Nothing is put off: each micro-batch reduces its gradients and adds them to the rows.
+
+        To reduce once would keep whole fp32 gradients of all layers, 4 bytes a parameter.
+        """
+        return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, Tensor]:
+        """See :class:`Sharding`."""
+        gradients = {
+            name: parameter.grad.to_local()
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        }
+        groups, copies = self._groups, self._copies
+        add_up_([gradients[name] for name in gradients if name in copies.partial], groups.tp)
+        # What every tensor-parallel rank has counts on the first.
+        counted = [
+            gradient
+            for name, gradient in gradients.items()
+            if groups.tp.rank() == 0 or name not in copies.names
+        ]
+        norm = global_norm(counted, [groups.dp_cp, groups.tp])
+        clip_(list(gradients.values()), norm, self._clip_grad)
+        self.adam.step()
+        return True, norm
+
+
+def build_adam(model: nn.Module, config: OptimizationConfig) -> torch.optim.AdamW:
+    """AdamW with its moments; vectors (norms, biases) have no weight decay, as in Megatron.
+
+    Fused: one pass over weights, gradients and moments, on the device or on the host. torch's
+    default on CUDA makes temporaries of the size of all of them.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adam = torch.optim.AdamW(
+        [
+            {"params": [p for p in trained if p.dim() > 1], "wd_mult": 1.0},
+            {"params": [p for p in trained if p.dim() == 1], "wd_mult": 0.0},
+        ],
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        fused=True,
+    )
+    for parameter in trained:  # torch makes them in the first step: too late to load them
+        rows = parameter.to_local()
+        adam.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=rows.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return adam
+
+
+def shard_model(
+    model: GPTModel, group: ProcessGroup, *, compute_dtype: torch.dtype, offload: bool
+) -> None:
+    """Cut parameters on the meta device into rows and allocate this rank's, in fp32.
+
+    The values are not set, and megatron-core's attributes on parameters are gone afterwards.
+
+    Args:
+        model: megatron-core's GPT with a module ``loss`` that is called with the hidden states.
+        group: the ranks that share every parameter: data x context parallel.
+        compute_dtype: dtype of gathered weights.
+        offload: keep the rows, their gradients and moments on the host.
+    """
+    for name, parameter in model.named_parameters():
+        assert parameter.is_meta, f"{name} was allocated as a whole"
+    assert not list(model.buffers()), "a buffer would be left without a value"
+    here = device.current_device()
+    with unset_fake_temporarily():  # a mesh is made of numbers, also where a trace fakes tensors
+        mesh = DeviceMesh.from_group(group, here.type)
+    shard = functools.partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        offload_policy=CPUOffloadPolicy(here.type == "cuda") if offload else OffloadPolicy(),
+    )
+    _widen(model)
+    for unit in _units(model):
+        shard(unit)
+    shard(model)
+    _schedule_collectives(model)
+    model.to_empty(device="cpu" if offload else here)
+
+
+def _widen(model: nn.Module) -> None:
+    """Make all parameters fp32. Not ``model.float()``: it cannot convert traced parameters."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            wide = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+            setattr(module, name, wide)
+
+
+def _units(model: GPTModel) -> Iterator[list[nn.Module]]:
+    """Modules whose weights are gathered together."""
+    yield from ([layer] for layer in model.decoder.layers)
+    lookup, output = [model.embedding], [model.output_layer, model.loss]
+    yield from [lookup + output] if model.share_embeddings_and_output_weights else [lookup, output]
+
+
+def _schedule_collectives(model: GPTModel) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    model.embedding.set_unshard_in_backward(False)
+    model.loss.set_unshard_in_backward(False)
+    # In backward it is one ahead by itself.
+    for this, following in itertools.pairwise([model.embedding, *model.decoder.layers]):
+        this.set_modules_to_forward_prefetch([following])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorParallelCopies:
+    """Names of parameters that every tensor-parallel rank holds all of."""
+
+    names: frozenset[str]
+    partial: frozenset[str]
+    """Those of whose gradient each rank has a part only: it saw its tokens or its heads."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "TensorParallelCopies":
+        """Reads megatron-core's marks, which sharding drops: ``model`` is bare."""
+        names = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not getattr(parameter, "tensor_model_parallel", False)
+        }
+        partial = (
+            name
+            for name, parameter in names.items()
+            if getattr(parameter, "sequence_parallel", False)
+            or "q_layernorm" in name
+            or "k_layernorm" in name
+        )
+        return cls(names=frozenset(names), partial=frozenset(partial))
+
+
+def add_up_(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Sum each gradient over ``group``, in one exchange; they may be on the host."""
+    if not gradients or group.size() == 1:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device.current_device())
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def global_norm(gradients: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> Tensor:
+    """L2 norm, fp64 [], of what lies on the ranks of ``groups``, each element on one of them."""
+    squares = torch.zeros((), dtype=torch.float64, device=device.current_device())
+    if gradients:
+        norms = torch.stack(torch._foreach_norm(gradients))
+        squares += norms.double().square().sum().to(squares.device)
+    for group in groups:
+        dist.all_reduce(squares, group=group)
+    return squares.sqrt()
+
+
+def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
+    """Scale gradients of norm ``norm`` down to ``limit`` (0 is none), in Megatron's way."""
+    if gradients and limit:
+        # Multiplied whatever it is: to ask would make the host wait for the device.
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0).to(gradients[0])
+        torch._foreach_mul_(gradients, scale)

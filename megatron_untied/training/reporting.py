@@ -1,0 +1,270 @@
+"""The lines that a run prints: Megatron's, field by field in its order, then ours."""
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from megatron_untied.checkpoint import Progress
+from megatron_untied.checkpoint.collective_errors import on_every_rank
+from megatron_untied.checkpoint.directory import iteration_folder, make_writable
+from megatron_untied.config.run import RunConfig
+from megatron_untied.flops import step_flops
+from megatron_untied.platform import device
+from megatron_untied.training.console import ProgressConsole
+from megatron_untied.training.initialize import Launch
+from megatron_untied.training.metrics import (
+    EvaluationMetrics,
+    IterationMetrics,
+    MetricsSink,
+    open_sinks,
+    require_writable,
+)
+from megatron_untied.training.step import StepResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogLine:
+    """What one line tells about the iterations since the last one."""
+
+    time: datetime
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    seconds_per_iteration: float
+    learning_rate: float
+    """That of the next iteration, as in Megatron."""
+    global_batch_size: int
+    lm_loss: float
+    """Mean over the iterations since the last line."""
+    grad_norm: float
+    skipped_iterations: int
+    nan_iterations: int
+    tokens_per_second_per_gpu: float
+    tflops_per_gpu: float
+    peak_device_bytes: int
+    log_throughput: bool = False
+    """Give the throughput where Megatron gives it too."""
+
+    def __str__(self) -> str:
+        """The line; tools that parse Megatron's logs read it up to its last two fields."""
+        throughput = f"throughput per GPU (TFLOP/s/GPU): {self.tflops_per_gpu:.1f}"
+        fields = [
+            f"iteration {self.iteration:8d}/{self.train_iters:8d}",
+            f"consumed samples: {self.consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {self.seconds_per_iteration * 1000:.1f}",
+            *([throughput] if self.log_throughput else []),
+            f"learning rate: {self.learning_rate:.6E}",
+            f"global batch size: {self.global_batch_size:5d}",
+            f"lm loss: {self.lm_loss:.6E}",
+            "loss scale: 1.0",
+            f"grad norm: {self.grad_norm:.3f}",
+            f"number of skipped iterations: {self.skipped_iterations:3d}",
+            f"number of nan iterations: {self.nan_iterations:3d}",
+            f"tokens/s/GPU: {self.tokens_per_second_per_gpu:.1f}",
+            f"model TFLOP/s/GPU: {self.tflops_per_gpu:.3f}",
+            f"peak memory: {self.peak_device_bytes / 2**30:.3f} GiB",
+        ]
+        return f" [{self.time:%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
+
+
+def evaluation_line(iteration: int, loss: float) -> str:
+    """Megatron's line after an evaluation; its perplexity stops growing at a loss of 20."""
+    return (
+        f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | "
+        f"lm loss PPL: {math.exp(min(20, loss)):.6E} |"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class RunSummary:
+    """Updated as a run goes on; its text is the block at the end."""
+
+    config: RunConfig
+    start: Progress
+    """What the run began from."""
+    progress: Progress
+    """How far it is."""
+    checkpoint: Path | None
+    """The last one that was saved, or else the one that was loaded."""
+    step_seconds: float = 0.0
+    """Of all optimizer steps."""
+    train_loss: float | None = None
+    validation: tuple[int, float] | None = None
+    """Iteration and loss of the last evaluation."""
+    _began: float = field(default_factory=time.monotonic)
+
+    def resume_advice(self) -> str:
+        """The last checkpoint, and how to continue from it."""
+        if self.checkpoint is None:
+            lost = self.progress.iteration - self.start.iteration
+            remedy = (
+                "--save-interval saves more often" if self.config.checkpoint.save else "give --save"
+            )
+            return f"no checkpoint was saved ({lost} iterations are lost); {remedy}"
+        return f"the last checkpoint is {self.checkpoint}; --load {self.checkpoint.parent} resumes"
+
+    def __str__(self) -> str:
+        """A line for each of: iterations, losses, tokens, and the places that are in use."""
+        config = self.config
+        iterations = self.progress.iteration - self.start.iteration
+        tokens = iterations * config.batch.tokens
+        elapsed = timedelta(seconds=round(time.monotonic() - self._began))
+        lines = [
+            f"iterations: {self.progress.iteration} of {config.loop.train_iters}, "
+            f"{iterations} of them in this run"
+        ]
+        if self.train_loss is not None:
+            lines.append(f"train loss: {self.train_loss:.6f}")
+        if self.validation is not None:
+            iteration, loss = self.validation
+            lines.append(f"validation loss: {loss:.6f} (iteration {iteration})")
+        speed = f" ({tokens / self.step_seconds:,.0f} tokens/s)" if self.step_seconds else ""
+        trained = timedelta(seconds=round(self.step_seconds))
+        lines.append(f"tokens: {tokens:,} in {trained} of training{speed}; {elapsed} in all")
+        lines.append(f"checkpoint: {self.resume_advice()}")
+        places = {
+            "TensorBoard": config.logging.tensorboard_dir,
+            "metrics": config.logging.metrics_jsonl,
+            "Weights & Biases": config.logging.wandb_project,
+        }
+        lines += [f"{name}: {place}" for name, place in places.items() if place]
+        return "\n".join(["summary", *(f"  {line}" for line in lines)])
+
+
+class Reporter:
+    """Writes every step's metrics, and a log line every ``log_interval`` steps.
+
+    A context: files close when it is left. On ranks other than the first all of it does nothing.
+    """
+
+    def __init__(self, config: RunConfig, launch: Launch, *, start: Progress):
+        self._config, self._start = config, start.iteration
+        loaded = iteration_folder(Path(config.checkpoint.load or ""), start.iteration)
+        self.summary = RunSummary(
+            config=config,
+            start=start,
+            progress=start,
+            checkpoint=loaded if start.iteration else None,
+        )
+        self._active, self._world_size = launch.rank == 0, launch.world_size
+        self._flops = step_flops(
+            config.model,
+            seq_length=config.batch.seq_length,
+            num_samples=config.batch.global_batch_size,
+        )
+        self._since_line: list[IterationMetrics] = []
+        self._skipped = self._nan = 0
+        self._open = contextlib.ExitStack()
+
+    def open_sinks(self) -> None:
+        """Open where metrics are kept; collective over all ranks, which fail together."""
+        self._sinks = on_every_rank(self._opened_sinks)
+
+    def __enter__(self) -> "Reporter":
+        if self._active:
+            self._console = self._open.enter_context(
+                ProgressConsole(start=self._start, total=self._config.loop.train_iters)
+            )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
+
+    def say(self, line: str) -> None:
+        """Print a line of the run's own."""
+        if self._active:
+            self._console.print(f" {line}")
+
+    def step(self, result: StepResult, progress: Progress, *, seconds: float) -> None:
+        """The optimizer step that led to ``progress`` took ``seconds``."""
+        self.summary.progress = progress
+        self.summary.train_loss = result.lm_loss
+        self.summary.step_seconds += seconds
+        if not self._active:
+            return
+        metrics = IterationMetrics(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            lm_loss=result.lm_loss,
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
+            valid_tokens=result.valid_tokens,
+            step_seconds=seconds,
+            tokens_per_second_per_gpu=self._config.batch.tokens / seconds / self._world_size,
+            tflops_per_gpu=self._flops / 1e12 / seconds / self._world_size,
+            peak_device_bytes=device.peak_device_bytes(),
+        )
+        device.reset_peak_device_bytes()
+        for sink in self._sinks:
+            sink.write(metrics)
+        self._since_line.append(metrics)
+        self._skipped += not result.updated
+        self._nan += not math.isfinite(result.lm_loss)
+        self._console.advance(progress.iteration)
+        if progress.iteration % self._config.logging.log_interval == 0:
+            self._print_line()
+
+    def evaluation(self, iteration: int, validation_loss: float) -> None:
+        """An evaluation after ``iteration`` gave ``validation_loss``."""
+        self.summary.validation = iteration, validation_loss
+        if not self._active:
+            return
+        for sink in self._sinks:
+            sink.write(EvaluationMetrics(iteration=iteration, validation_loss=validation_loss))
+        self._console.print(evaluation_line(iteration, validation_loss))
+
+    def saved(self, checkpoint: Path) -> None:
+        """A checkpoint is complete."""
+        self.summary.checkpoint = checkpoint
+        self.say(f"saved {checkpoint}")
+
+    def end(self, exit_reason: str | None = None) -> None:
+        """The run ends, before its last iteration if there is a reason."""
+        if exit_reason:
+            self.say(f"exiting after iteration {self.summary.progress.iteration}: {exit_reason}")
+        for line in str(self.summary).splitlines():
+            self.say(line)
+
+    def _opened_sinks(self) -> list[MetricsSink]:
+        if not self._active:
+            return []
+        sinks = open_sinks(self._config.logging, start_iteration=self._start)
+        return [self._open.enter_context(sink) for sink in sinks]
+
+    def _print_line(self) -> None:
+        steps, last, config = self._since_line, self._since_line[-1], self._config
+        seconds = sum(step.step_seconds for step in steps)
+        line = LogLine(
+            time=datetime.now(),
+            iteration=last.iteration,
+            train_iters=config.loop.train_iters,
+            consumed_samples=last.consumed_samples,
+            seconds_per_iteration=seconds / len(steps),
+            learning_rate=last.learning_rate,
+            global_batch_size=config.batch.global_batch_size,
+            lm_loss=sum(step.lm_loss for step in steps) / len(steps),
+            grad_norm=last.grad_norm,
+            skipped_iterations=self._skipped,
+            nan_iterations=self._nan,
+            tokens_per_second_per_gpu=len(steps) * config.batch.tokens / seconds / self._world_size,
+            tflops_per_gpu=len(steps) * self._flops / 1e12 / seconds / self._world_size,
+            peak_device_bytes=max(step.peak_device_bytes for step in steps),
+            log_throughput=config.logging.log_throughput,
+        )
+        self._console.print(str(line))
+        self._console.report(last.iteration)
+        self._since_line, self._skipped, self._nan = [], 0, 0
+
+
+def require_places(config: RunConfig) -> None:
+    """Check that results can be written where the flags say, before anything is computed.
+
+    Raises:
+        ValueError: names the flag.
+    """
+    if config.checkpoint.save:
+        make_writable(Path(config.checkpoint.save), "--save")
+    require_writable(config.logging)

@@ -1,0 +1,155 @@
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pretrain_gpt
+from megatron_untied.phases import Phase
+from megatron_untied.step_progress import LayerProgress, StepProgress
+from megatron_untied.training.liveness import (
+    Heartbeat,
+    Whereabouts,
+    heartbeat_line,
+    is_failed_collective,
+)
+from tests.launched import launch
+from tests.training.command_line import command_line
+
+
+def heartbeat(said: list[str], *, every: float, store=None, rank=0, world_size=1) -> Heartbeat:
+    return Heartbeat(
+        StepProgress(lambda: None),
+        Whereabouts(store or dist.HashStore(), rank, world_size),
+        say=said.append,
+        every_seconds=every,
+        timeout_seconds=600,
+    )
+
+
+@contextlib.contextmanager
+def attending(layer: LayerProgress, chunks: int) -> Iterator[None]:
+    """In the forward of a layer, after some of its chunks."""
+    with layer.phase(Phase.ATTENTION_FORWARD):
+        for chunk in range(chunks):
+            layer.chunk(chunk)
+            layer.attended()
+        yield
+
+
+def test_speaks_in_long_steps_only_and_at_its_interval():
+    said = []
+    beating = heartbeat(said, every=60)
+    progress = beating._progress
+    progress.begin("iteration 1", 3.5)
+    now = progress.began
+    for seconds in range(0, 59, 10):
+        beating._beat(now + seconds)
+    assert not said
+    with attending(progress.of_layer(0, num_layers=1, num_chunks=2), chunks=1):
+        for seconds in range(60, 200, 10):
+            beating._beat(now + seconds)
+    assert len(said) == 3
+    assert said[0] == (
+        "heartbeat: iteration 1, attention forward, layer 1 of 1, chunk 1 of 2 | 14.3% | "
+        "elapsed: 0:01:00 | ETA: 0:06:00 |"
+    )
+    progress.begin("iteration 2", 3.5)
+    progress.began = now + 200
+    beating._beat(now + 250)
+    assert len(said) == 3
+
+
+def test_interval_0_says_nothing():
+    said = []
+    beating = heartbeat(said, every=0)
+    beating._beat(time.monotonic() + 10_000)
+    assert not said
+
+
+def test_no_end_is_foreseen_before_any_attention_is_done():
+    progress = StepProgress(lambda: None)
+    progress.begin("iteration 1", 3.5)
+    assert "0.0% | elapsed: 0:02:00 | ETA: unknown |" in heartbeat_line(progress.reached(), 120)
+
+
+def test_a_rank_that_gets_no_further_says_once_who_is_missing(capsys):
+    store = dist.HashStore()
+    beating, other = (heartbeat([], every=0, store=store, rank=r, world_size=2) for r in range(2))
+    layers = []
+    for each in (beating, other):
+        each._progress.begin("iteration 1", 1.0)
+        layers.append(each._progress.of_layer(4, num_layers=8, num_chunks=2))
+    now = time.monotonic()
+    with attending(layers[0], chunks=2), attending(layers[1], chunks=1):
+        for seconds in (0, 500, 545, 600):
+            other._beat(now)
+            beating._beat(now + seconds)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert (
+        "rank 1 did not arrive, rank 1 last at iteration 1, attention forward, layer 5 of 8, "
+        "chunk 1 of 2"
+    ) in said[0]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "text"),
+    [
+        ({0: 1, 1: 1}, "ranks 0, 1 came equally far; rank 0, which tells this, is at iteration 1"),
+        (
+            {0: 0, 1: 2},
+            "rank 0 came late; rank 0, which tells this, is at iteration 1, data loading; ",
+        ),
+        (
+            {0: 2, 1: 0, 2: 0},
+            "ranks 1, 2 did not arrive, ranks 1, 2 last at iteration 1, data loading",
+        ),
+        (
+            {0: 1},
+            "rank 0, which tells this, is at iteration 1, attention forward, layer 1 of 1, "
+            "chunk 1 of 2; nothing is known of ranks 1, 2",
+        ),
+    ],
+)
+def test_explains_other_ways_to_stop(chunks, text):
+    store, places = dist.HashStore(), {}
+    for rank, count in chunks.items():
+        progress = StepProgress(lambda: None)
+        progress.begin("iteration 1", 1.0)
+        layer = progress.of_layer(0, 1, 2)
+        with attending(layer, count) if count else contextlib.nullcontext():
+            places[rank] = progress.reached()
+        Whereabouts(store, rank, 3).tell(places[rank])
+    assert text in Whereabouts(store, 0, 3).explain(places[0])
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (dist.DistBackendError("NCCL"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Timed out"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("timeout"), False),
+    ],
+)
+def test_knows_a_failed_collective(error, expected):
+    assert is_failed_collective(error) is expected
+
+
+def train_with_a_quick_heartbeat(rank: int) -> None:
+    flags = {"context_parallel_size": 2, "heartbeat_seconds": 0.01, "train_iters": 5}
+    sys.argv = ["pretrain_gpt.py", *command_line(**flags)]
+    pretrain_gpt.main()
+
+
+def test_a_run_says_how_far_its_steps_are_on_the_first_rank(tmp_path):
+    said = launch(train_with_a_quick_heartbeat, 2, tmp_path)
+    assert "heartbeat: iteration" in said[0]
+    assert "layer 2 of 2" in said[0]
+    assert "heartbeat" not in said[1]

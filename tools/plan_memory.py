@@ -14,7 +14,8 @@ How long a context fits needs no --seq-length; the answer has the command that s
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 
@@ -163,14 +164,25 @@ def write(question: Question, found: dict, plan: Plan) -> None:
     if question.json == "-":
         print(text)
     elif question.json:
-        Path(question.json).write_text(text + "\n")
+        with output_named("--json", question.json):
+            Path(question.json).write_text(text + "\n")
     if question.plot:
         import matplotlib
 
         matplotlib.use("Agg")
         from megatron_untied.planner.plot import draw
 
-        draw(plan).savefig(question.plot, dpi=150)
+        with output_named("--plot", question.plot):
+            draw(plan).savefig(question.plot, dpi=150)
+
+
+@contextmanager
+def output_named(flag: str, path: str) -> Iterator[None]:
+    """Errors of writing ``path`` name ``flag``."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{flag} {path} cannot be written: {error.strerror or error}") from error
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ def _files_at(path: Path) -> list[Path]:
         for file in path.rglob("*")
         if not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
-    return sorted(file for file in visible if file.is_file())
+    # A link without its target is kept, so that reading names it.
+    return sorted(file for file in visible if file.is_file() or not file.exists())
 
 
 def read_documents(

@@ -26,14 +26,33 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """What torchrun said; a process started by hand is the only one."""
+    """What torchrun said; a process started by hand is the only one.
+
+    Raises:
+        UserError: a variable is missing, as where a scheduler sets RANK for a whole node, or has a
+            value that cannot be.
+    """
     environment = os.environ  # noqa: TID251 - torchrun tells a process its rank in no other way
     if "RANK" not in environment:
         return Launch()
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+    if environment.get("WORLD_SIZE") != "1":
+        names.append("MASTER_PORT")
+    told = {name: environment.get(name, "") for name in names}
+    plain = all(value.isascii() and value.isdigit() for value in told.values())
+    numbers = {name: int(value) for name, value in told.items()} if plain else {}
+    if (
+        not plain
+        or numbers["RANK"] >= numbers["WORLD_SIZE"]
+        or numbers.get("MASTER_PORT", 0) > 65535
+    ):
+        said = ", ".join(f"{name} {value or 'not set'}" for name, value in told.items())
+        raise UserError(
+            f"error: the environment gives this process no rank: {said}. Start ranks with "
+            "torchrun, which sets these; for a single rank without it, unset RANK"
+        )
     return Launch(
-        rank=int(environment["RANK"]),
-        world_size=int(environment["WORLD_SIZE"]),
-        local_rank=int(environment["LOCAL_RANK"]),
+        rank=numbers["RANK"], world_size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"]
     )
 
 

@@ -3,6 +3,7 @@ import re
 
 import pytest
 
+from megatron_untied.platform.device import host_memory_bytes
 from tools import check_node
 from tools.check_node import (
     DEVICE_RESERVE_GIB,
@@ -10,7 +11,6 @@ from tools.check_node import (
     HOST_RESERVE_GIB,
     NO_LIMIT,
     Node,
-    host_memory_bytes,
     needs_of,
     pinned_limit_bytes,
     plan_for,

@@ -167,12 +167,13 @@ def _family(values: Mapping[str, Any], source: str) -> str:
             f"{source}: {architectures[0]} is a mixture of experts; dense models are supported: "
             f"{supported}"
         )
-    if family not in FAMILIES:
-        raise ValueError(f"{source}: {architectures[0]} is none of {supported}")
+    unknown = [name for name in architectures if name not in FAMILIES.values()]
+    if family not in FAMILIES or unknown:
+        raise ValueError(f"{source}: {(unknown or architectures)[0]} is none of {supported}")
     if architectures != [FAMILIES[family]]:
         raise ValueError(
             f"{source}: architectures are {architectures}, and model_type {family!r} is "
-            f"{FAMILIES[family]}; correct the one that is wrong ({supported} are supported)"
+            f"{FAMILIES[family]}; correct the one that is wrong"
         )
     return family
 

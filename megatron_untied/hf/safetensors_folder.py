@@ -76,10 +76,10 @@ def finite(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """
     converted = rows.to(dtype)
     if not converted.isfinite().all():
-        remedy = f"give a --dtype with a larger range than {dtype}"
-        if not rows.isfinite().all():
-            remedy = "the weights are damaged or training diverged; take another checkpoint"
-        raise ValueError(f"{name} holds NaN or infinity as {dtype}: {remedy}")
+        raise ValueError(
+            f"{name} holds NaN or infinity as {dtype}: too large for it, so that another --dtype "
+            "helps, or damaged, so that another checkpoint does"
+        )
     return converted
 
 

@@ -16,6 +16,9 @@ from megatron_untied.config.run import DistributedConfig, RunConfig
 from megatron_untied.platform import device
 
 
+LARGEST_PORT = 65535
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """What the launcher told this process."""
@@ -37,23 +40,21 @@ def read_launch() -> Launch:
         return Launch()
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
     if environment.get("WORLD_SIZE") != "1":
-        names.append("MASTER_PORT")
+        names += ["MASTER_ADDR", "MASTER_PORT"]
     told = {name: environment.get(name, "") for name in names}
-    plain = all(value.isascii() and value.isdigit() for value in told.values())
-    numbers = {name: int(value) for name, value in told.items()} if plain else {}
-    if (
-        not plain
-        or numbers["RANK"] >= numbers["WORLD_SIZE"]
-        or numbers.get("MASTER_PORT", 0) > 65535
-    ):
+    try:
+        rank, world_size, local_rank = (int(told[name]) for name in names[:3])
+        possible = 0 <= rank < world_size and 0 <= local_rank and all(told.values())
+        possible = possible and 0 <= int(told.get("MASTER_PORT", 0)) <= LARGEST_PORT
+    except ValueError:
+        possible = False
+    if not possible:
         said = ", ".join(f"{name} {value or 'not set'}" for name, value in told.items())
         raise UserError(
             f"error: the environment gives this process no rank: {said}. Start ranks with "
             "torchrun, which sets these; for a single rank without it, unset RANK"
         )
-    return Launch(
-        rank=numbers["RANK"], world_size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"]
-    )
+    return Launch(rank=rank, world_size=world_size, local_rank=local_rank)
 
 
 def initialize(

@@ -9,11 +9,11 @@ ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.07-py3
 FROM ${BASE_IMAGE}
 
 WORKDIR /opt/megatron_untied
-COPY requirements.txt tools/hold_torch.py /tmp/install/
+COPY requirements.txt tools/pin_torch.py /tmp/install/
 # PIP_CONSTRAINT replaces NVIDIA's own list, which also holds packages that nothing was built
 # against, at versions older than requirements.txt asks for.
 RUN cd /tmp/install \
-    && python hold_torch.py requirements.txt > constraints.txt \
+    && python pin_torch.py requirements.txt > constraints.txt \
     && cat constraints.txt \
     && grep -v '^torch==' requirements.txt > without_torch.txt \
     && PIP_CONSTRAINT=/tmp/install/constraints.txt PIP_BREAK_SYSTEM_PACKAGES=1 \

@@ -18,8 +18,10 @@ from pathlib import Path
 
 from rich.progress import track
 
+from megatron_untied.planner.machine import GIB
+
 HERE = Path(__file__).parent
-GIB, MI = 2**30, 2**20
+MI = 2**20
 LENGTHS = {"128K": MI // 8, "512K": MI // 2} | {f"{m}M": m * MI for m in (1, 2, 3, 4, 5, 8, 10)}
 ALWAYS = (
     "--micro-batch-size 1 --bf16 --use-torch-fsdp2 --no-cp-overlap --loss-chunk-size 2048 "

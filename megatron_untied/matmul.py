@@ -3,12 +3,8 @@
 import torch
 from torch import Tensor
 
+from megatron_untied.dtypes import accumulation_dtype
 from megatron_untied.platform import fused_ops
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of such values are held in: fp32, or fp64 for fp64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron_untied.dtypes import widened
 from megatron_untied.phases import MemoryCategory, allocating
 
 
@@ -64,7 +65,7 @@ class GradientSums:
             self._sums[name] += gradient
         else:
             with allocating(MemoryCategory.WEIGHT_GRADIENTS):
-                self._sums[name] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                self._sums[name] = widened(gradient)
 
     def in_order(self) -> list[Tensor | None]:
         """One gradient for each parameter of the module, None where it is frozen."""

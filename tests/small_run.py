@@ -15,12 +15,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron_untied.checkpoint import TrainingState
+from megatron_untied.checkpoint import CheckpointState
 from megatron_untied.checkpoint.state import tensors_of
 from megatron_untied.config import ModelConfig, Precision
 from megatron_untied.sharding.initialize_weights import initialize_weights
-from megatron_untied.sharding.parameter_layout import ParameterLayout, Piece, parameter_layouts
-from megatron_untied.sharding.tensor_slice import Box
+from megatron_untied.sharding.parameter_layout import (
+    GlobalSlice,
+    ParameterLayout,
+    parameter_layouts,
+)
+from megatron_untied.sharding.tensor_slice import TensorSlice
 from megatron_untied.sharding.zero1 import OptimizerShards
 
 MODEL = ModelConfig(
@@ -55,16 +59,16 @@ class SmallRun:
     model: GPTModel
     wrapped: DistributedDataParallel
     optimizer: MegatronOptimizer
-    state: TrainingState
+    state: CheckpointState
 
     def train(self, iterations: range) -> None:
         """One optimizer step an iteration; the same numbers at every split."""
         for iteration in iterations:
             self.wrapped.zero_grad_buffer()
             for name, parameter in self.model.named_parameters():
-                for piece in self.state.layouts[name].pieces(parameter.main_grad):
+                for part in self.state.layouts[name].global_slices(parameter.main_grad):
                     shape = self.state.layouts[name].global_shape
-                    piece.tensor.copy_(part_of(made_up_gradient(name, shape, iteration), piece))
+                    part.tensor.copy_(part_of(made_up_gradient(name, shape, iteration), part))
             self.optimizer.step()
             self.state.scheduler.step(increment=4)
 
@@ -123,7 +127,7 @@ def small_run(
     layouts = parameter_layouts(
         model, model_config, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
     )
-    state = TrainingState(
+    state = CheckpointState(
         model_config=model_config,
         layouts=layouts,
         shards=OptimizerShards(optimizer, model),
@@ -187,39 +191,42 @@ def build_model(
     )
 
 
-def gather_state(run: SmallRun) -> dict[str, torch.Tensor]:
+def gather_state(state: CheckpointState) -> dict[str, torch.Tensor]:
     """Main values and moments of the whole model, on every rank; collective over all ranks."""
     held = {}
-    for shard in run.state.shards.shards(with_moments=True):
-        layout = run.state.layouts[shard.name]
+    for shard in state.shards.shards(with_moments=True):
+        layout = state.layouts[shard.name]
         for name, tensor in tensors_of(shard):
-            held[name] = layout, layout.pieces(tensor, shard.boxes)
+            held[name] = layout, layout.global_slices(tensor, shard.slices)
     return gather(held)
 
 
 def gather_parameters(model: GPTModel, layouts) -> dict[str, torch.Tensor]:
     """The whole model's parameters, on every rank; collective over all ranks."""
     return gather(
-        {name: (layouts[name], layouts[name].pieces(p)) for name, p in model.named_parameters()}
+        {
+            name: (layouts[name], layouts[name].global_slices(p))
+            for name, p in model.named_parameters()
+        }
     )
 
 
 @torch.no_grad()
 def gather(
-    held: dict[str, tuple[ParameterLayout, list[Piece]]],
+    held: dict[str, tuple[ParameterLayout, list[GlobalSlice]]],
 ) -> dict[str, torch.Tensor]:
-    """Put global tensors together from all ranks' pieces; what nobody holds is NaN."""
+    """Put global tensors together from all ranks' slices; what nobody holds is NaN."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, held)
     found = {}
     for theirs in everyone:
-        for name, (layout, pieces) in theirs.items():
+        for name, (layout, slices) in theirs.items():
             whole = found.setdefault(name, torch.full(layout.global_shape, torch.nan))
-            for piece in pieces:
-                part_of(whole, piece).copy_(piece.tensor)
+            for part in slices:
+                part_of(whole, part).copy_(part.tensor)
     return found
 
 
-def part_of(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The part of the global tensor where a piece lies."""
-    return Box(piece.offsets, tuple(piece.tensor.shape)).view(whole)
+def part_of(whole: torch.Tensor, part: GlobalSlice) -> torch.Tensor:
+    """The part of the global tensor where a part lies."""
+    return TensorSlice(part.offsets, tuple(part.tensor.shape)).view(whole)

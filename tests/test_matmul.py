@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_untied.matmul import accumulation_dtype, add_product_, product
+from megatron_untied.dtypes import accumulation_dtype
+from megatron_untied.matmul import add_product_, product
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]

@@ -34,7 +34,7 @@ def gather_rare(value: Any) -> list[Any]:
     return gather_objects(value)
 
 
-def on_every_rank(action: Callable[[], T], gather: Gather = gather_rare) -> T:
+def raise_on_all_ranks(action: Callable[[], T], gather: Gather = gather_rare) -> T:
     """This rank's result of ``action``; raises on every rank what it raised on the first that did.
 
     Collective over all ranks, so that none waits in a later collective for one that has failed. An
@@ -64,13 +64,13 @@ def _shared_failure(
     return kind(f"{first} (rank {rank} on {host})").with_traceback(place)
 
 
-def same_on_every_rank(action: Callable[[], T], what: str, gather: Gather = gather_objects) -> T:
+def same_on_all_ranks(action: Callable[[], T], what: str, gather: Gather = gather_objects) -> T:
     """The result of ``action``, checked to be every rank's.
 
     Raises:
         ValueError: on every rank, if the results differ; ``what`` says what they are.
     """
-    result = on_every_rank(action, gather)
+    result = raise_on_all_ranks(action, gather)
     results = gather(result)
     for rank, other in enumerate(results):
         if other != results[0]:

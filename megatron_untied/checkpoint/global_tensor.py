@@ -1,4 +1,4 @@
-"""Tensors as PyTorch's distributed checkpoint (DCP) reads and writes them: by global rectangles."""
+"""Tensors as PyTorch's distributed checkpoint (DCP) reads and writes them: by global mappings."""
 
 import math
 import os
@@ -32,30 +32,30 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatron_untied.sharding.parameter_layout import Piece
-from megatron_untied.sharding.tensor_slice import Box
+from megatron_untied.sharding.parameter_layout import GlobalSlice
+from megatron_untied.sharding.tensor_slice import TensorSlice
 
 BLOCK_ELEMENTS = 1 << 24
-"""Largest rectangle in a file, 64 MiB in fp32: who needs a part of one reads all of it."""
+"""Largest mapping in a file, 64 MiB in fp32: who needs a part of one reads all of it."""
 
 
 class GlobalTensor:
-    """One tensor of the whole model and the pieces of it that this rank holds.
+    """One tensor of the whole model and the slices of it that this rank holds.
 
-    Ranks that hold the same piece may all offer it: DCP lets the one with least to do write it.
+    Ranks that hold the same part may all offer it: DCP lets the one with least to do write it.
     """
 
-    def __init__(self, shape: tuple[int, ...], pieces: Iterable[Piece]):
+    def __init__(self, shape: tuple[int, ...], slices: Iterable[GlobalSlice]):
         self.shape = torch.Size(shape)
-        self.pieces = {torch.Size(piece.offsets): piece.tensor for piece in pieces}
+        self.slices = {torch.Size(part.offsets): part.tensor for part in slices}
 
     def size(self) -> torch.Size:
         """DCP's question when loading."""
         return self.shape
 
     def to_write(self, offsets: torch.Size) -> Tensor:
-        """The piece at ``offsets``, asked for once, right before it is written."""
-        return self.pieces[offsets]
+        """The part at ``offsets``, asked for once, right before it is written."""
+        return self.slices[offsets]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         return [
@@ -63,42 +63,40 @@ class GlobalTensor:
                 index=MetadataIndex(name, offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets, piece.size()),
-                    properties=TensorProperties.create_from_tensor(piece),
+                    chunk=ChunkStorageMetadata(offsets, part.size()),
+                    properties=TensorProperties.create_from_tensor(part),
                     size=self.shape,
                 ),
             )
-            for offsets, piece in self.pieces.items()
+            for offsets, part in self.slices.items()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(offsets, piece.size()) for offsets, piece in self.pieces.items()
-        ]
+        return [ChunkStorageMetadata(offsets, part.size()) for offsets, part in self.slices.items()]
 
 
-def in_blocks(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same pieces, cut by :func:`row_blocks`."""
-    for piece in pieces:
-        for box in row_blocks(Box(piece.offsets, tuple(piece.tensor.shape))):
-            inside = box.shifted([-offset for offset in piece.offsets])
-            yield Piece(box.offsets, inside.view(piece.tensor))
+def in_blocks(slices: Iterable[GlobalSlice]) -> Iterator[GlobalSlice]:
+    """The same slices, cut by :func:`row_blocks`."""
+    for part in slices:
+        for tensor_slice in row_blocks(TensorSlice(part.offsets, tuple(part.tensor.shape))):
+            inside = tensor_slice.shifted([-offset for offset in part.offsets])
+            yield GlobalSlice(tensor_slice.offsets, inside.view(part.tensor))
 
 
-def row_blocks(box: Box) -> Iterator[Box]:
-    """``box`` in order, cut along its first dimension to at most ``BLOCK_ELEMENTS``."""
-    start, num_rows = box.offsets[0], box.sizes[0]
-    at_once = max(1, BLOCK_ELEMENTS // math.prod(box.sizes[1:]))
+def row_blocks(tensor_slice: TensorSlice) -> Iterator[TensorSlice]:
+    """``tensor_slice`` in order, cut along its first dimension to at most ``BLOCK_ELEMENTS``."""
+    start, num_rows = tensor_slice.offsets[0], tensor_slice.sizes[0]
+    at_once = max(1, BLOCK_ELEMENTS // math.prod(tensor_slice.sizes[1:]))
     for row in range(0, num_rows, at_once):
         rows = min(at_once, num_rows - row)
-        yield Box((start + row, *box.offsets[1:]), (rows, *box.sizes[1:]))
+        yield TensorSlice((start + row, *tensor_slice.offsets[1:]), (rows, *tensor_slice.sizes[1:]))
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
-    """Write every rank's pieces to the disk; collective over all ranks.
+    """Write every rank's slices to the disk; collective over all ranks.
 
     Raises:
-        CheckpointException: on every rank, if any of them could not write, or if the pieces of all
+        CheckpointException: on every rank, if any of them could not write, or if the slices of all
             ranks do not make up the tensors.
     """
     with _with_or_without_ranks():
@@ -110,9 +108,9 @@ def read_tensors(
     tensors: Mapping[str, GlobalTensor],
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Fill every rank's pieces in place, from any sharding and dtype; collective over all ranks.
+    """Fill every rank's slices in place, from any sharding and dtype; collective over all ranks.
 
-    ``advance`` is told how many bytes of a piece have been filled, one part after the other.
+    ``advance`` is told how many bytes of a part have been filled, one part after the other.
 
     Raises:
         CheckpointException: on every rank, if any of them could not read.
@@ -159,14 +157,14 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].pieces[index.offset]
+        return self.state_dict[index.fqn].slices[index.offset]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         self._advance(tensor.nbytes)
 
 
 class _IndexedReader(dcp.FileSystemReader):
-    """Reads the index of the checkpoint once; it has an entry for every rectangle."""
+    """Reads the index of the checkpoint once; it has an entry for every mapping."""
 
     _index: Metadata | None = None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_untied.checkpoint.collective_errors import on_every_rank, same_on_every_rank
+from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks, same_on_all_ranks
 from megatron_untied.checkpoint.compatibility import (
     TensorFiles,
     changed_settings,
@@ -25,10 +25,10 @@ from megatron_untied.checkpoint.random_state import (
 from megatron_untied.checkpoint.run_config import model_config_of
 from megatron_untied.checkpoint.start import Start, find_start
 from megatron_untied.checkpoint.state import (
+    CheckpointState,
     Progress,
     RankLayout,
     StoredState,
-    TrainingState,
     tensor_names,
     tensors_of,
 )
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 def load_checkpoint(
     config: CheckpointConfig,
-    state: TrainingState,
+    state: CheckpointState,
     *,
     seed: int,
     start: Start | None = None,
@@ -62,20 +62,20 @@ def load_checkpoint(
             model, another schedule.
     """
     if start is None:
-        start = same_on_every_rank(lambda: find_start(config), "the checkpoint in --load")
+        start = same_on_all_ranks(lambda: find_start(config), "the checkpoint in --load")
     folder = start.folder
     if folder is None:
         if config.load:
             _warn(f"{config.load} has no checkpoint: starting from random weights")
         return start.progress
     with_optimizer = _with_optimizer(config, state)
-    stored = on_every_rank(lambda: _check(folder, config, state, with_optimizer))
+    stored = raise_on_all_ranks(lambda: _check(folder, config, state, with_optimizer))
     for note in start.notes:
         _warn(note)
     _read(folder, _tensors_to_fill(state, with_optimizer), advance)
     if with_optimizer:
         state.shards.set_step(stored.optimizer_step)
-    state.shards.publish()
+    state.shards.sync_model_params()
     if with_optimizer and state.scheduler is not None:
         take_settings = config.use_checkpoint_opt_param_scheduler
         resume_schedule(state.scheduler, stored.scheduler, take_settings=take_settings)
@@ -101,22 +101,22 @@ def describe_loading(config: CheckpointConfig, start: Start) -> str:
     return f"loaded {start.folder}: iteration {progress.iteration}, {position}; {', '.join(taken)}"
 
 
-def bytes_to_read(config: CheckpointConfig, state: TrainingState) -> int:
+def bytes_to_read(config: CheckpointConfig, state: CheckpointState) -> int:
     """What this rank fills from a checkpoint, in its own dtypes; padding is in no file."""
     return sum(
-        piece.tensor.nbytes
+        part.tensor.nbytes
         for shard in state.shards.shards(with_moments=_with_optimizer(config, state))
         for _, tensor in tensors_of(shard)
-        for piece in state.layouts[shard.name].pieces(tensor, shard.boxes)
+        for part in state.layouts[shard.name].global_slices(tensor, shard.slices)
     )
 
 
-def _with_optimizer(config: CheckpointConfig, state: TrainingState) -> bool:
+def _with_optimizer(config: CheckpointConfig, state: CheckpointState) -> bool:
     return config.load_optim and not config.finetune and state.shards.has_moments
 
 
 def _check(
-    folder: Path, config: CheckpointConfig, state: TrainingState, with_optimizer: bool
+    folder: Path, config: CheckpointConfig, state: CheckpointState, with_optimizer: bool
 ) -> StoredState:
     before, here = model_config_of(folder), state.model_config
     require_same_structure(folder, before, here, use_checkpoint_args=config.use_checkpoint_args)
@@ -149,19 +149,21 @@ def _read(folder: Path, tensors: dict[str, GlobalTensor], advance: Callable[[int
         raise ValueError(damaged(folder, reason)) from error
 
 
-def _tensors_to_fill(state: TrainingState, with_optimizer: bool) -> dict[str, GlobalTensor]:
+def _tensors_to_fill(state: CheckpointState, with_optimizer: bool) -> dict[str, GlobalTensor]:
     tensors = {}
     for shard in state.shards.shards(with_moments=with_optimizer):
         layout = state.layouts[shard.name]
         for name, tensor in tensors_of(shard):
             if layout.has_padding:
                 tensor.zero_()  # no file holds the padding
-            tensors[name] = GlobalTensor(layout.global_shape, layout.pieces(tensor, shard.boxes))
+            tensors[name] = GlobalTensor(
+                layout.global_shape, layout.global_slices(tensor, shard.slices)
+            )
     return tensors
 
 
 def _restore_random_state(
-    folder: Path, stored: StoredState, state: TrainingState, seed: int
+    folder: Path, stored: StoredState, state: CheckpointState, seed: int
 ) -> None:
     ranks, rank = RankLayout.of(state.groups), dist.get_rank()
     if stored.ranks == ranks:

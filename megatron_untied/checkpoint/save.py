@@ -7,17 +7,17 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_untied.checkpoint import directory as disk
-from megatron_untied.checkpoint.collective_errors import on_every_rank
+from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks
 from megatron_untied.checkpoint.compatibility import schedule_state
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, in_blocks, write_tensors
 from megatron_untied.checkpoint.provenance import Provenance, is_of_run
 from megatron_untied.checkpoint.random_state import save_random_state
 from megatron_untied.checkpoint.run_config import write_run_config
 from megatron_untied.checkpoint.state import (
+    CheckpointState,
     Progress,
     RankLayout,
     StoredState,
-    TrainingState,
     tensors_of,
 )
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def save_checkpoint(
     directory: str | Path,
-    state: TrainingState,
+    state: CheckpointState,
     progress: Progress,
     *,
     run_config: Any = None,
@@ -50,8 +50,8 @@ def save_checkpoint(
     directory, rank = Path(directory), dist.get_rank()
     provenance = provenance or Provenance()
     staging = disk.staging_folder(directory, progress.iteration)
-    on_every_rank(lambda: rank == 0 and disk.start(directory, progress.iteration))
-    on_every_rank(lambda: save_random_state(staging, rank))
+    raise_on_all_ranks(lambda: rank == 0 and disk.start(directory, progress.iteration))
+    raise_on_all_ranks(lambda: save_random_state(staging, rank))
     write_tensors(staging, _tensors(state))
 
     def finish() -> None:
@@ -59,7 +59,7 @@ def save_checkpoint(
         write_run_config(staging, state.model_config, run_config, provenance)
         _publish(directory, progress.iteration, provenance.run_id, save_retain_interval)
 
-    on_every_rank(lambda: rank == 0 and finish())
+    raise_on_all_ranks(lambda: rank == 0 and finish())
     return disk.iteration_folder(directory, progress.iteration)
 
 
@@ -84,17 +84,17 @@ def _publish(
             disk.retire(directory, before)
 
 
-def _tensors(state: TrainingState) -> dict[str, GlobalTensor]:
+def _tensors(state: CheckpointState) -> dict[str, GlobalTensor]:
     tensors = {}
     for shard in state.shards.shards(with_moments=state.shards.has_moments):
         layout = state.layouts[shard.name]
         for name, tensor in tensors_of(shard):
-            pieces = in_blocks(layout.pieces(tensor, shard.boxes))
-            tensors[name] = GlobalTensor(layout.global_shape, pieces)
+            slices = in_blocks(layout.global_slices(tensor, shard.slices))
+            tensors[name] = GlobalTensor(layout.global_shape, slices)
     return tensors
 
 
-def _write_small_state(folder: Path, state: TrainingState, progress: Progress) -> None:
+def _write_small_state(folder: Path, state: CheckpointState, progress: Progress) -> None:
     StoredState(
         progress=progress,
         ranks=RankLayout.of(state.groups),

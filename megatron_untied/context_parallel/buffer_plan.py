@@ -16,6 +16,7 @@ from megatron_untied.context_parallel.head_schedule import (
     HeadSchedule,
     KernelCall,
 )
+from megatron_untied.dtypes import accumulation_dtype
 from megatron_untied.phases import MemoryCategory, allocating
 
 
@@ -98,7 +99,7 @@ class Sizes:
     @property
     def sum_dtype(self) -> torch.dtype:
         """Of dK and dV before they are sent home: wide if they are sums, so no error adds up."""
-        return torch.promote_types(self.dtype, torch.float32) if self.sums_kv else self.dtype
+        return accumulation_dtype(self.dtype) if self.sums_kv else self.dtype
 
     def kv_sum_shape(self, heads: int) -> torch.Size:
         """Of sums of dK and dV of some heads, where a head is one piece: [2, heads, s/r, b, d]."""
@@ -285,7 +286,7 @@ class KvGradBuffers:
                 )
             ),
             home_dtype=(
-                torch.promote_types(sizes.dtype, torch.float32)
+                accumulation_dtype(sizes.dtype)
                 if sizes.schedule.shares_kv_heads  # then several ranks' parts meet at home
                 else sizes.dtype
             ),
@@ -357,7 +358,7 @@ class RingBuffers:
     @classmethod
     def plan(cls, q: torch.Size, k: torch.Size, dtype: torch.dtype) -> "RingBuffers":
         """For queries and keys of these shapes."""
-        total = _of_shape("ring_total", q, torch.promote_types(dtype, torch.float32))
+        total = _of_shape("ring_total", q, accumulation_dtype(dtype))
         own, *borrowed = (
             (_of_shape(f"ring_k_{which}", k, dtype), _of_shape(f"ring_v_{which}", k, dtype))
             for which in ("own", 0, 1, 2)

@@ -12,7 +12,7 @@ from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.core.utils import log_single_rank
 from torch.utils.data import Dataset
 
-from megatron_untied.checkpoint.collective_errors import gather_objects, on_every_rank
+from megatron_untied.checkpoint.collective_errors import gather_objects, raise_on_all_ranks
 from megatron_untied.config.data import DataConfig
 from megatron_untied.data.blend import SPLIT_NAMES, Blend, check_split, parse_blend
 from megatron_untied.data.index_cache import in_turns
@@ -55,7 +55,8 @@ def build_datasets(
     Collective: all ranks must call it, the first one on each node writes the sample indices that
     the others then read. Documents are shuffled by ``seed``, joined, cut into sequences of
     ``seq_length`` + 1 tokens overlapping by one, and the sequences shuffled; a split that is too
-    short is read again in another order (:mod:`.epochs`). More samples begin with the same ones.
+    short is read again in another order (:mod:`.sample_order`). More samples begin with the same
+    ones.
 
     Raises:
         FileNotFoundError: if token files are missing.
@@ -70,7 +71,7 @@ def build_datasets(
         check_provenance(files, tokenizer)
         return files
 
-    files = on_every_rank(opened)
+    files = raise_on_all_ranks(opened)
     fingerprints = tuple(pair.fingerprint() for pair in files)
     _require_same_documents(blend.prefixes, fingerprints)
     config = PackedDocumentsConfig(

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from megatron_untied.checkpoint.collective_errors import on_every_rank
+from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks
 
 T = TypeVar("T")
 Arrays = tuple[np.ndarray, ...]
@@ -37,7 +37,7 @@ def in_turns(build: Callable[[], T]) -> T:
             results.append(build())
 
     for turn in range(NUM_TURNS if dist.is_initialized() else 1):
-        on_every_rank(functools.partial(take, turn))
+        raise_on_all_ranks(functools.partial(take, turn))
     return results[0]
 
 

@@ -1,4 +1,4 @@
-"""megatron-core's GPT samples with our fields, in our order (:mod:`.epochs`).
+"""megatron-core's GPT samples with our fields, in our order (:mod:`.sample_order`).
 
 A sample is ``seq_length`` + 1 tokens of documents joined one after the other: the first and the
 last document may be cut.

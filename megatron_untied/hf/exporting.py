@@ -126,10 +126,10 @@ class Export:
 
     def _read(self, name: str, advance: Advance) -> Iterator[Tensor]:
         layout, dtype = self.layouts[name], self.specs[name].dtype
-        for box in row_blocks(layout.whole):
-            block = torch.empty(box.sizes, dtype=dtype)
-            pieces = layout.pieces(block, [box])
-            self.reader.read({f"model.{layout.name}": GlobalTensor(layout.global_shape, pieces)})
+        for tensor_slice in row_blocks(layout.whole):
+            block = torch.empty(tensor_slice.sizes, dtype=dtype)
+            slices = layout.global_slices(block, [tensor_slice])
+            self.reader.read({f"model.{layout.name}": GlobalTensor(layout.global_shape, slices)})
             yield finite(block, dtype, name)
             advance(block.nbytes)
 

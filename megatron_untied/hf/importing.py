@@ -17,11 +17,11 @@ from megatron_untied.checkpoint.run_config import write_run_config
 from megatron_untied.checkpoint.state import StoredState
 from megatron_untied.config import ModelConfig
 from megatron_untied.hf.config import model_config_from_hf
-from megatron_untied.hf.names import EMBEDDING, OUTPUT, hf_layouts, require_partners
+from megatron_untied.hf.names import EMBEDDING, OUTPUT, check_tensors, hf_layouts
 from megatron_untied.hf.safetensors_folder import SafetensorsFolder, TensorSpec, finite
 from megatron_untied.hf.tokenizer_files import CONFIG, FOLDER, copy_small_files, read_config
 from megatron_untied.sharding.parameter_layout import ParameterLayout
-from megatron_untied.sharding.tensor_slice import Box
+from megatron_untied.sharding.tensor_slice import TensorSlice
 
 Advance = Callable[[int], None]
 """Told about every so many bytes that are done."""
@@ -55,7 +55,7 @@ class Import:
         if OUTPUT in found and OUTPUT not in layouts:
             _require_tied(tensors, folder)
             del found[OUTPUT]
-        require_partners(found, layouts, str(folder))
+        check_tensors(found, layouts, str(folder))
         opened = cls(folder=folder, model=model, tensors=tensors, layouts=layouts, dtype=dtype)
         opened._require_one_dtype_each()
         return opened
@@ -93,20 +93,20 @@ class Import:
         return copied
 
     def _tensors(self, advance: Advance) -> dict[str, GlobalTensor]:
-        tensors: dict[str, UnreadTensor] = {}
+        tensors: dict[str, LazyTensor] = {}
         for name, layout in self.layouts.items():
             key = f"model.{layout.name}"
-            unread = tensors.setdefault(key, UnreadTensor(layout.global_shape, advance))
-            for rectangle in layout.rectangles:
-                for box in row_blocks(rectangle.local):
-                    inside = box.shifted([-offset for offset in rectangle.local.offsets])
-                    place = inside.shifted(rectangle.global_offsets)
+            unread = tensors.setdefault(key, LazyTensor(layout.global_shape, advance))
+            for mapping in layout.mappings:
+                for tensor_slice in row_blocks(mapping.local):
+                    inside = tensor_slice.shifted([-offset for offset in mapping.local.offsets])
+                    place = inside.shifted(mapping.global_offsets)
                     dtype = self._spec(name).dtype
-                    unread.add(place, dtype, functools.partial(self._rows, name, box))
+                    unread.add(place, dtype, functools.partial(self._rows, name, tensor_slice))
         return tensors
 
-    def _rows(self, name: str, box: Box) -> Tensor:
-        return finite(self.tensors.rows(name, *_range(box)), self._spec(name).dtype, name)
+    def _rows(self, name: str, tensor_slice: TensorSlice) -> Tensor:
+        return finite(self.tensors.rows(name, *_range(tensor_slice)), self._spec(name).dtype, name)
 
     def _spec(self, name: str) -> TensorSpec:
         stored = self.tensors.specs[name]
@@ -129,25 +129,27 @@ class Import:
                 )
 
 
-class UnreadTensor(GlobalTensor):
-    """A tensor of a checkpoint whose pieces are read when it is their turn to be written."""
+class LazyTensor(GlobalTensor):
+    """A tensor of a checkpoint whose slices are read when it is their turn to be written."""
 
     def __init__(self, shape: tuple[int, ...], advance: Advance):
         super().__init__(shape, [])
         self._reads: dict[torch.Size, Callable[[], Tensor]] = {}
         self._advance = advance
 
-    def add(self, box: Box, dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
-        """One more piece: ``box`` of the tensor is what ``read`` will return."""
-        offsets = torch.Size(box.offsets)
-        self.pieces[offsets] = torch.empty(box.sizes, dtype=dtype, device="meta")
+    def add(
+        self, tensor_slice: TensorSlice, dtype: torch.dtype, read: Callable[[], Tensor]
+    ) -> None:
+        """One more part: ``tensor_slice`` of the tensor is what ``read`` will return."""
+        offsets = torch.Size(tensor_slice.offsets)
+        self.slices[offsets] = torch.empty(tensor_slice.sizes, dtype=dtype, device="meta")
         self._reads[offsets] = read
 
     def to_write(self, offsets: torch.Size) -> Tensor:
-        """Read the piece at ``offsets``."""
-        piece = self._reads[offsets]()
-        self._advance(piece.nbytes)
-        return piece
+        """Read the part at ``offsets``."""
+        part = self._reads[offsets]()
+        self._advance(part.nbytes)
+        return part
 
 
 def _derived(name: str) -> bool:
@@ -158,8 +160,8 @@ def _derived(name: str) -> bool:
 def _require_tied(tensors: SafetensorsFolder, folder: Path) -> None:
     embedding, output = tensors.specs.get(EMBEDDING), tensors.specs[OUTPUT]
     same = embedding == output and all(
-        torch.equal(*(tensors.rows(name, *_range(box)) for name in (EMBEDDING, OUTPUT)))
-        for box in row_blocks(Box((0,) * len(output.shape), output.shape))
+        torch.equal(*(tensors.rows(name, *_range(tensor_slice)) for name in (EMBEDDING, OUTPUT)))
+        for tensor_slice in row_blocks(TensorSlice((0,) * len(output.shape), output.shape))
     )
     if not same:
         raise ValueError(
@@ -168,5 +170,5 @@ def _require_tied(tensors: SafetensorsFolder, folder: Path) -> None:
         )
 
 
-def _range(box: Box) -> tuple[int, int]:
-    return box.offsets[0], box.offsets[0] + box.sizes[0]
+def _range(tensor_slice: TensorSlice) -> tuple[int, int]:
+    return tensor_slice.offsets[0], tensor_slice.offsets[0] + tensor_slice.sizes[0]

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_untied.config import ModelConfig
-from megatron_untied.sharding.parameter_layout import ParameterLayout, Rectangle
-from megatron_untied.sharding.tensor_slice import Box
+from megatron_untied.sharding.parameter_layout import ParameterLayout, SliceMapping
+from megatron_untied.sharding.tensor_slice import TensorSlice
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -17,7 +17,7 @@ SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Partner:
+class TensorMapping:
     """The rows of one of our parameters that a Hugging Face tensor consists of."""
 
     theirs: str
@@ -30,28 +30,28 @@ class Partner:
     """None is a vector, whose rows are its elements."""
 
     def layout(self) -> ParameterLayout:
-        """The same as boxes of both."""
+        """The same as slices of both."""
         rest = () if self.columns is None else (self.columns,)
-        zeros, rectangles, start = (0,) * len(rest), [], 0
+        zeros, mappings, start = (0,) * len(rest), [], 0
         for run in self.runs:
-            local = Box((start, *zeros), (len(run), *rest))
-            rectangles.append(Rectangle(local, (run.start, *zeros)))
+            local = TensorSlice((start, *zeros), (len(run), *rest))
+            mappings.append(SliceMapping(local, (run.start, *zeros)))
             start += len(run)
         return ParameterLayout(
             name=self.ours,
             global_shape=(self.num_rows, *rest),
             local_shape=(start, *rest),
-            rectangles=tuple(rectangles),
+            mappings=tuple(mappings),
             is_copy=False,
         )
 
 
 def hf_layouts(model: ModelConfig) -> dict[str, ParameterLayout]:
     """Where every tensor of a Hugging Face folder lies in our parameters, by its name there."""
-    return {partner.theirs: partner.layout() for partner in partners(model)}
+    return {partner.theirs: partner.layout() for partner in tensor_mappings(model)}
 
 
-def partners(model: ModelConfig) -> Iterator[Partner]:
+def tensor_mappings(model: ModelConfig) -> Iterator[TensorMapping]:
     """The table: every tensor of a Hugging Face folder, and where it is in our model."""
     m, v = model.hidden_size, model.vocab_size
     yield _whole(EMBEDDING, "embedding.word_embeddings.weight", v, m)
@@ -79,7 +79,7 @@ def qkv_rows(model: ModelConfig) -> tuple[tuple[range, ...], ...]:
     )
 
 
-def _attention(model: ModelConfig, theirs: str, ours: str) -> Iterator[Partner]:
+def _attention(model: ModelConfig, theirs: str, ours: str) -> Iterator[TensorMapping]:
     m, d, bias = model.hidden_size, model.kv_channels, model.add_bias_linear
     rows = qkv_rows(model)
     num_rows = sum(len(run) for runs in rows for run in runs)
@@ -93,7 +93,7 @@ def _attention(model: ModelConfig, theirs: str, ours: str) -> Iterator[Partner]:
     yield from _linear(f"{theirs}o_proj", f"{ours}linear_proj", m, (range(m),), heads, bias)
 
 
-def _mlp(model: ModelConfig, theirs: str, ours: str) -> Iterator[Partner]:
+def _mlp(model: ModelConfig, theirs: str, ours: str) -> Iterator[TensorMapping]:
     m, f, bias = model.hidden_size, model.ffn_hidden_size, model.add_bias_linear
     for part, rows in (("gate", range(f)), ("up", range(f, 2 * f))):
         yield from _linear(f"{theirs}{part}_proj", f"{ours}linear_fc1", 2 * f, (rows,), m, bias)
@@ -102,10 +102,10 @@ def _mlp(model: ModelConfig, theirs: str, ours: str) -> Iterator[Partner]:
 
 def _linear(
     theirs: str, ours: str, num_rows: int, runs: tuple[range, ...], columns: int, bias: bool
-) -> Iterator[Partner]:
+) -> Iterator[TensorMapping]:
     parts = {"weight": columns, "bias": None} if bias else {"weight": columns}
     for part, width in parts.items():
-        yield Partner(
+        yield TensorMapping(
             theirs=f"{theirs}.{part}",
             ours=f"{ours}.{part}",
             num_rows=num_rows,
@@ -114,11 +114,13 @@ def _linear(
         )
 
 
-def _whole(theirs: str, ours: str, rows: int, columns: int | None = None) -> Partner:
-    return Partner(theirs=theirs, ours=ours, num_rows=rows, runs=(range(rows),), columns=columns)
+def _whole(theirs: str, ours: str, rows: int, columns: int | None = None) -> TensorMapping:
+    return TensorMapping(
+        theirs=theirs, ours=ours, num_rows=rows, runs=(range(rows),), columns=columns
+    )
 
 
-def require_partners(
+def check_tensors(
     found: Mapping[str, tuple[int, ...]], layouts: Mapping[str, ParameterLayout], source: str
 ) -> None:
     """Check that the tensors of a folder are those of the model, with their shapes.

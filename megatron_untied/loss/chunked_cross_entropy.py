@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron_untied.dtypes import accumulation_dtype
 from megatron_untied.loss.vocabulary_split import VocabularySplit
-from megatron_untied.matmul import accumulation_dtype, add_product_, product
+from megatron_untied.matmul import add_product_, product
 from megatron_untied.phases import MemoryCategory, allocating
 from megatron_untied.tiling import GradientSums, tile_backward
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_untied.config import MemoryConfig, RotaryConfig
 from megatron_untied.megatron_lm.limits import check_arguments
-from megatron_untied.megatron_lm.model_parts import Choices, ModelParts, PartsOfLatestModel
+from megatron_untied.megatron_lm.model_context import Choices, LatestModelContext, ModelContext
 from megatron_untied.streaming.layer import UntiedTransformerLayer
 
 
@@ -22,11 +22,11 @@ class _MegatronLMLayer:
         config: TransformerConfig,
         layer_number: int = 1,
         *,
-        model_parts: PartsOfLatestModel,
+        model_context: LatestModelContext,
         pg_collection: ProcessGroupCollection,
         **slot_arguments: object,
     ):
-        parts = model_parts.of(config, pg_collection)
+        parts = model_context.of(config, pg_collection)
         super().__init__(
             config,
             parts.submodules,
@@ -35,10 +35,10 @@ class _MegatronLMLayer:
             **self.own_arguments(parts),
             **slot_arguments,
         )
-        self.model_parts = parts
+        self.model_context = parts
 
     @staticmethod
-    def own_arguments(parts: ModelParts) -> dict[str, Any]:
+    def own_arguments(parts: ModelContext) -> dict[str, Any]:
         """What the layer's constructor takes besides megatron-core's arguments."""
         return {}
 
@@ -52,7 +52,7 @@ class _MegatronLMLayer:
     ) -> tuple[Tensor, Tensor | None]:
         """[n, b, m] -> [n, b, m], and no cross-attention context."""
         check_arguments(attention_mask=attention_mask, **slot_arguments)
-        sequence = self.model_parts.sequence(hidden_states, rotary_pos_emb)
+        sequence = self.model_context.sequence(hidden_states, rotary_pos_emb)
         return super().forward(hidden_states, packed_seq_params=sequence)
 
 
@@ -64,7 +64,7 @@ class StreamedLayer(_MegatronLMLayer, UntiedTransformerLayer):
     """The streamed layer; see :class:`.UntiedTransformerLayer` for what it does to its input."""
 
     @staticmethod
-    def own_arguments(parts: ModelParts) -> dict[str, Any]:
+    def own_arguments(parts: ModelContext) -> dict[str, Any]:
         """See :class:`_MegatronLMLayer`."""
         return {"streaming": parts.streaming}
 
@@ -100,7 +100,7 @@ def untied_layer_spec(
         heads_per_chunk=heads_per_chunk, cp_overlap=cp_overlap, memory=memory, rotary=rotary
     )
     layer = StreamedLayer if choices.streamed else StandardLayer
-    return ModuleSpec(module=layer, params={"model_parts": PartsOfLatestModel(choices)})
+    return ModuleSpec(module=layer, params={"model_context": LatestModelContext(choices)})
 
 
 untied_spec = untied_layer_spec()

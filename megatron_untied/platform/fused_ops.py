@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_untied.dtypes import accumulation_dtype, widened
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; keeps x and 1/sqrt.
@@ -33,14 +35,14 @@ class _RMSNorm(torch.autograd.Function):
 
 @torch.library.custom_op("megatron_untied::rms_norm_forward", mutates_args=())
 def _rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = _wide(x)
+    wide = widened(x)
     scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()  # [..., 1]
-    return (wide * scale * _wide(weight)).to(x.dtype), scale
+    return (wide * scale * widened(weight)).to(x.dtype), scale
 
 
 @_rms_norm_forward.register_fake
 def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = accumulation_dtype(x.dtype)
     return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=dtype)
 
 
@@ -48,9 +50,9 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _rms_norm_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    normalized, wide = _wide(x) * scale, _wide(gradient)
+    normalized, wide = widened(x) * scale, widened(gradient)
     d_weight = (wide * normalized).flatten(0, -2).sum(0)
-    d_normalized = wide * _wide(weight)
+    d_normalized = wide * widened(weight)
     along = (d_normalized * normalized).mean(-1, keepdim=True)
     dx = (d_normalized - normalized * along) * scale
     return dx.to(x.dtype), d_weight.to(weight.dtype)
@@ -80,7 +82,3 @@ def _(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a @ b`` with the operands widened to total's dtype."""
     total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

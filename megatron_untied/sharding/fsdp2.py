@@ -69,7 +69,7 @@ class FullSharding:
         """See :class:`Sharding`."""
         self.adam.zero_grad()
 
-    def more_to_come(self) -> AbstractContextManager:
+    def no_sync(self) -> AbstractContextManager:
         """Nothing is put off: each micro-batch reduces its gradients and adds them to the rows.
 
         To reduce once would keep whole fp32 gradients of all layers, 4 bytes a parameter.
@@ -85,7 +85,9 @@ class FullSharding:
             if parameter.grad is not None
         }
         groups, copies = self._groups, self._copies
-        add_up_([gradients[name] for name in gradients if name in copies.partial], groups.tp)
+        all_reduce_gradients_(
+            [gradients[name] for name in gradients if name in copies.partial], groups.tp
+        )
         # What every tensor-parallel rank has counts on the first.
         counted = [
             gradient
@@ -212,7 +214,7 @@ class TensorParallelCopies:
         return cls(names=frozenset(names), partial=frozenset(partial))
 
 
-def add_up_(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
+def all_reduce_gradients_(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
     """Sum each gradient over ``group``, in one exchange; they may be on the host."""
     if not gradients or group.size() == 1:
         return

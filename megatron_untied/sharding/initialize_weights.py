@@ -9,7 +9,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_untied.config import ModelConfig
-from megatron_untied.sharding.parameter_layout import ParameterLayout, Piece, parameter_layouts
+from megatron_untied.sharding.parameter_layout import (
+    GlobalSlice,
+    ParameterLayout,
+    parameter_layouts,
+)
 from megatron_untied.sharding.shards import ModelShards, Shards
 
 BLOCK_ELEMENTS = 1 << 20
@@ -39,24 +43,24 @@ def initialize_shards(
     for shard in shards.shards(with_moments=False):
         shard.value.zero_()
         layout = layouts[shard.name]
-        fill_pieces(layout.pieces(shard.value, shard.boxes), layout, model_config, seed)
+        fill_slices(layout.global_slices(shard.value, shard.slices), layout, model_config, seed)
 
 
-def fill_pieces(
-    pieces: Iterable[Piece], layout: ParameterLayout, model_config: ModelConfig, seed: int
+def fill_slices(
+    slices: Iterable[GlobalSlice], layout: ParameterLayout, model_config: ModelConfig, seed: int
 ) -> None:
-    """Write a parameter's initial values into the pieces of it that this rank holds."""
+    """Write a parameter's initial values into the slices of it that this rank holds."""
     if layout.name.endswith("bias"):
         std, mean = 0.0, 0.0
     elif len(layout.global_shape) == 1:  # a norm
         std, mean = 0.0, 1.0
     else:
         std, mean = _standard_deviation(layout.name, model_config), 0.0
-    for piece in pieces:
+    for part in slices:
         if std:
-            _draw(piece, layout, std, seed)
+            _draw(part, layout, std, seed)
         else:
-            piece.tensor.fill_(mean)
+            part.tensor.fill_(mean)
 
 
 def _standard_deviation(name: str, config: ModelConfig) -> float:
@@ -65,21 +69,21 @@ def _standard_deviation(name: str, config: ModelConfig) -> float:
     return config.init_method_std
 
 
-def _draw(piece: Piece, layout: ParameterLayout, std: float, seed: int) -> None:
-    """Fill one piece of a matrix, a block of global rows at a time.
+def _draw(part: GlobalSlice, layout: ParameterLayout, std: float, seed: int) -> None:
+    """Fill one part of a matrix, a block of global rows at a time.
 
     Every block has a generator of its own, so a rank draws only the blocks that it has rows of.
     """
     rows, columns = layout.global_shape
     block_rows = max(1, BLOCK_ELEMENTS // columns)
-    first, stop = piece.offsets[0], piece.offsets[0] + piece.tensor.size(0)
+    first, stop = part.offsets[0], part.offsets[0] + part.tensor.size(0)
     for block in range(first // block_rows, -(-stop // block_rows)):
         start = block * block_rows
         values = _block(layout.name, block, seed, (min(block_rows, rows - start), columns)) * std
         low, high = max(first, start), min(stop, start + values.size(0))
-        left = piece.offsets[1]
-        held = values[low - start : high - start, left : left + piece.tensor.size(1)]
-        piece.tensor[low - first : high - first].copy_(held)
+        left = part.offsets[1]
+        held = values[low - start : high - start, left : left + part.tensor.size(1)]
+        part.tensor[low - first : high - first].copy_(held)
 
 
 def _block(name: str, block: int, seed: int, shape: tuple[int, int]) -> Tensor:

@@ -36,7 +36,7 @@ class Sharding(Protocol):
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
 
-    def more_to_come(self) -> AbstractContextManager:
+    def no_sync(self) -> AbstractContextManager:
         """Around a forward and backward after which others follow before the next step."""
 
     def step(self) -> tuple[bool, float | Tensor]:

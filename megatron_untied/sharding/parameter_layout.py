@@ -12,70 +12,72 @@ import torch
 from torch import Tensor
 
 from megatron_untied.config import ModelConfig
-from megatron_untied.sharding.tensor_slice import Box
+from megatron_untied.sharding.tensor_slice import TensorSlice
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters with one row a token, padded at the end; tied embeddings have only the first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of the global tensor and the memory on this rank that holds it."""
+class GlobalSlice:
+    """A slice of the global tensor and the memory on this rank that holds it."""
 
     offsets: tuple[int, ...]
     tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangle:
-    """A box of this tensor-parallel rank's parameter and its offsets in the global tensor."""
+class SliceMapping:
+    """A slice of this tensor-parallel rank's parameter and its offsets in the global tensor."""
 
-    local: Box
+    local: TensorSlice
     global_offsets: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterLayout:
-    """One parameter: its global shape and the rectangles that this tensor-parallel rank holds.
+    """One parameter: its global shape and the mappings that this tensor-parallel rank holds.
 
-    Rows of vocabulary padding are in no rectangle.
+    Rows of vocabulary padding are in no mapping.
     """
 
     name: str
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    rectangles: tuple[Rectangle, ...]
+    mappings: tuple[SliceMapping, ...]
     is_copy: bool
     """Whether every tensor-parallel rank holds all of it."""
 
     @property
-    def whole(self) -> Box:
-        """The local parameter as one box."""
-        return Box((0,) * len(self.local_shape), self.local_shape)
+    def whole(self) -> TensorSlice:
+        """The local parameter as one slice."""
+        return TensorSlice((0,) * len(self.local_shape), self.local_shape)
 
     @property
     def has_padding(self) -> bool:
-        """Whether this rank holds vocabulary padding, which no rectangle covers."""
-        return sum(rectangle.local.numel for rectangle in self.rectangles) < self.whole.numel
+        """Whether this rank holds vocabulary padding, which no mapping covers."""
+        return sum(mapping.local.numel for mapping in self.mappings) < self.whole.numel
 
-    def pieces(self, tensor: Tensor, boxes: Sequence[Box] | None = None) -> list[Piece]:
+    def global_slices(
+        self, tensor: Tensor, slices: Sequence[TensorSlice] | None = None
+    ) -> list[GlobalSlice]:
         """Views of ``tensor``, each with its offsets in the global tensor.
 
         Args:
-            tensor: contiguous; holds the elements of ``boxes`` one box after the other, in any
+            tensor: contiguous; holds the elements of ``slices`` one slice after the other, in any
                 shape (a flat shard of a distributed optimizer, rows of an FSDP shard).
-            boxes: boxes of the local parameter; None is all of it.
+            slices: slices of the local parameter; None is all of it.
         """
         flat, found, start = tensor.view(-1), [], 0
-        for box in (self.whole,) if boxes is None else boxes:
-            held = flat[start : start + box.numel].view(box.sizes)
-            start += box.numel
-            for rectangle in self.rectangles:
-                if common := box.intersect(rectangle.local):
-                    into_box = common.shifted([-offset for offset in box.offsets])
-                    into_rectangle = common.shifted([-o for o in rectangle.local.offsets])
-                    offsets = into_rectangle.shifted(rectangle.global_offsets).offsets
-                    found.append(Piece(offsets, into_box.view(held)))
+        for tensor_slice in (self.whole,) if slices is None else slices:
+            held = flat[start : start + tensor_slice.numel].view(tensor_slice.sizes)
+            start += tensor_slice.numel
+            for mapping in self.mappings:
+                if common := tensor_slice.intersect(mapping.local):
+                    in_slice = common.shifted([-offset for offset in tensor_slice.offsets])
+                    in_mapping = common.shifted([-o for o in mapping.local.offsets])
+                    offsets = in_mapping.shifted(mapping.global_offsets).offsets
+                    found.append(GlobalSlice(offsets, in_slice.view(held)))
         assert start == tensor.numel(), f"{self.name}: {tensor.numel()} elements for {start}"
         return found
 
@@ -126,18 +128,18 @@ def parameter_layout(
         tp_size: ranks of that group.
     """
     global_shape, zeros = list(local_shape), (0,) * len(local_shape)
-    rectangles = [Rectangle(Box(zeros, local_shape), zeros)]
+    mappings = [SliceMapping(TensorSlice(zeros, local_shape), zeros)]
     if partition_dim is not None:
         global_shape[partition_dim] *= tp_size
-        rectangles = _strided_rectangles(local_shape, partition_dim, stride, tp_rank, tp_size)
+        mappings = _strided_mappings(local_shape, partition_dim, stride, tp_rank, tp_size)
     if num_rows is not None:
         global_shape[0] = num_rows
-        rectangles = [cut for r in rectangles if (cut := _without_padding(r, num_rows))]
+        mappings = [cut for r in mappings if (cut := _without_padding(r, num_rows))]
     return ParameterLayout(
         name=name,
         global_shape=tuple(global_shape),
         local_shape=local_shape,
-        rectangles=tuple(rectangles),
+        mappings=tuple(mappings),
         is_copy=partition_dim is None,
     )
 
@@ -162,9 +164,9 @@ def _partition_dim(parameter: Tensor) -> int | None:
     return parameter.partition_dim if is_split else None
 
 
-def _strided_rectangles(
+def _strided_mappings(
     local_shape: tuple[int, ...], dim: int, stride: int, tp_rank: int, tp_size: int
-) -> list[Rectangle]:
+) -> list[SliceMapping]:
     width, remainder = divmod(local_shape[dim], stride)
     assert not remainder, f"{local_shape[dim]} rows do not split into {stride} blocks"
     zeros, sizes = (0,) * len(local_shape), (*local_shape[:dim], width, *local_shape[dim + 1 :])
@@ -173,14 +175,16 @@ def _strided_rectangles(
         return (*zeros[:dim], position, *zeros[dim + 1 :])
 
     return [
-        Rectangle(Box(at(block * width), sizes), at((block * tp_size + tp_rank) * width))
+        SliceMapping(TensorSlice(at(block * width), sizes), at((block * tp_size + tp_rank) * width))
         for block in range(stride)
     ]
 
 
-def _without_padding(rectangle: Rectangle, num_rows: int) -> Rectangle | None:
-    sizes = rectangle.local.sizes
-    kept = min(sizes[0], num_rows - rectangle.global_offsets[0])
+def _without_padding(mapping: SliceMapping, num_rows: int) -> SliceMapping | None:
+    sizes = mapping.local.sizes
+    kept = min(sizes[0], num_rows - mapping.global_offsets[0])
     if kept <= 0:
         return None
-    return Rectangle(Box(rectangle.local.offsets, (kept, *sizes[1:])), rectangle.global_offsets)
+    return SliceMapping(
+        TensorSlice(mapping.local.offsets, (kept, *sizes[1:])), mapping.global_offsets
+    )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_untied.sharding.tensor_slice import Box
+from megatron_untied.sharding.tensor_slice import TensorSlice
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, one value a weight each."""
@@ -20,9 +20,9 @@ class Shard:
     """What this rank holds of one parameter, alive: writing into it changes the training state."""
 
     name: str
-    boxes: tuple[Box, ...]
-    """Boxes of the tensor-parallel rank's parameter, whose elements lie one box after the other in
-    every tensor below."""
+    slices: tuple[TensorSlice, ...]
+    """Slices of the tensor-parallel rank's parameter. Every tensor below holds their elements, one
+    slice after the other."""
     value: Tensor
     """fp32 main value; the parameter itself where there is no optimizer."""
     moments: dict[str, Tensor]
@@ -44,7 +44,7 @@ class Shards(Protocol):
     def set_step(self, step: int) -> None:
         """Continue after ``step`` updates, once there are moments."""
 
-    def publish(self) -> None:
+    def sync_model_params(self) -> None:
         """Make the model compute with values that were written; collective over all ranks."""
 
 
@@ -60,8 +60,8 @@ class ModelShards:
         """Every parameter, itself."""
         assert not with_moments, "no optimizer, no moments"
         for name, parameter in self._model.named_parameters():
-            whole = Box((0,) * parameter.dim(), tuple(parameter.shape))
-            yield Shard(name=name, boxes=(whole,), value=parameter.detach(), moments={})
+            whole = TensorSlice((0,) * parameter.dim(), tuple(parameter.shape))
+            yield Shard(name=name, slices=(whole,), value=parameter.detach(), moments={})
 
     def step(self) -> None:
         """Nothing counts."""
@@ -70,7 +70,7 @@ class ModelShards:
         """There is nothing to count."""
         raise AssertionError("no optimizer, no step")
 
-    def publish(self) -> None:
+    def sync_model_params(self) -> None:
         """Nothing to copy: the values are the parameters."""
 
 
@@ -93,7 +93,7 @@ class RowShards:
             state = self._adam.state.get(parameter) if with_moments else None
             yield Shard(
                 name=name,
-                boxes=self._boxes(parameter, rows),
+                slices=self._boxes(parameter, rows),
                 value=rows,
                 moments={
                     moment: state[moment].to_local() if state else torch.zeros_like(rows)
@@ -111,15 +111,15 @@ class RowShards:
         for state in self._adam.state.values():
             state["step"].fill_(step)
 
-    def publish(self) -> None:
+    def sync_model_params(self) -> None:
         """Drop what is gathered: the next forward gathers the rows as they are now."""
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _boxes(self, parameter: Tensor, rows: Tensor) -> tuple[Box, ...]:
+    def _boxes(self, parameter: Tensor, rows: Tensor) -> tuple[TensorSlice, ...]:
         """Where ``rows`` lie in the parameter, which is cut as ``torch.chunk`` does it."""
         if not rows.numel():
             return ()
         start = self._group.rank() * -(-parameter.size(0) // self._group.size())
-        return (Box((start, *(0,) * (rows.dim() - 1)), tuple(rows.shape)),)
+        return (TensorSlice((start, *(0,) * (rows.dim() - 1)), tuple(rows.shape)),)

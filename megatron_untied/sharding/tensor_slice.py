@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class TensorSlice:
     """An axis-aligned part of a tensor."""
 
     offsets: tuple[int, ...]
@@ -16,22 +16,22 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements in the box."""
+        """Elements in the slice."""
         return math.prod(self.sizes)
 
-    def intersect(self, other: "Box") -> "Box | None":
-        """The part in both boxes, or None where there is none."""
+    def intersect(self, other: "TensorSlice") -> "TensorSlice | None":
+        """The part in both slices, or None where there is none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = map(min, self._stops(), other._stops())
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-        return Box(starts, sizes) if min(sizes) > 0 else None
+        return TensorSlice(starts, sizes) if min(sizes) > 0 else None
 
-    def shifted(self, by: Sequence[int]) -> "Box":
-        """The same box, ``by`` further along each dimension."""
-        return Box(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
+    def shifted(self, by: Sequence[int]) -> "TensorSlice":
+        """The same slice, ``by`` further along each dimension."""
+        return TensorSlice(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
 
     def view(self, x: Tensor) -> Tensor:
-        """The box of ``x``."""
+        """The part of ``x``."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             x = x.narrow(dim, offset, size)
         return x
@@ -40,25 +40,27 @@ class Box:
         return (offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
-def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop) of a row-major tensor as boxes, in order: at most 3 for a matrix."""
+def slices_of_flat_range(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorSlice]:
+    """Elements [start, stop) of a row-major tensor as slices, in order: at most 3 for a matrix."""
     if start >= stop:
         return
     if len(shape) == 1:
-        yield Box((start,), (stop - start,))
+        yield TensorSlice((start,), (stop - start,))
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # whole rows are [first, last)
     if first > last:
-        yield from _boxes_in_row(shape, last, start, stop)
+        yield from _slices_in_row(shape, last, start, stop)
         return
-    yield from _boxes_in_row(shape, first - 1, start, first * row)
+    yield from _slices_in_row(shape, first - 1, start, first * row)
     if last > first:
-        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
-    yield from _boxes_in_row(shape, last, last * row, stop)
+        yield TensorSlice((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+    yield from _slices_in_row(shape, last, last * row, stop)
 
 
-def _boxes_in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
+def _slices_in_row(
+    shape: Sequence[int], index: int, start: int, stop: int
+) -> Iterator[TensorSlice]:
     origin = index * math.prod(shape[1:])
-    for box in boxes_of_flat_range(shape[1:], start - origin, stop - origin):
-        yield Box((index, *box.offsets), (1, *box.sizes))
+    for tensor_slice in slices_of_flat_range(shape[1:], start - origin, stop - origin):
+        yield TensorSlice((index, *tensor_slice.offsets), (1, *tensor_slice.sizes))

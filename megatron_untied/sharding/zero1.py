@@ -28,7 +28,7 @@ from megatron_untied.sharding.initialize_weights import initialize_shards, initi
 from megatron_untied.sharding.interface import ModelProvider, Sharding
 from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.sharding.shards import MOMENTS, Shard
-from megatron_untied.sharding.tensor_slice import Box, boxes_of_flat_range
+from megatron_untied.sharding.tensor_slice import TensorSlice, slices_of_flat_range
 from megatron_untied.step_progress import StepProgress
 
 
@@ -70,7 +70,7 @@ class MegatronSharding:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def more_to_come(self) -> AbstractContextManager:
+    def no_sync(self) -> AbstractContextManager:
         """Gradients are reduced once a step, in its last backward."""
         return self.model.no_sync()
 
@@ -179,9 +179,9 @@ class HeldRange(NamedTuple):
     start: int
     main: Tensor
 
-    def boxes(self, shape: torch.Size) -> tuple[Box, ...]:
-        """The range as boxes of the parameter."""
-        return tuple(boxes_of_flat_range(shape, self.start, self.start + self.main.numel()))
+    def slices(self, shape: torch.Size) -> tuple[TensorSlice, ...]:
+        """The range as slices of the parameter."""
+        return tuple(slices_of_flat_range(shape, self.start, self.start + self.main.numel()))
 
 
 class OptimizerShards:
@@ -206,7 +206,7 @@ class OptimizerShards:
                 state = self._optimizer.optimizer.state[held.main] if with_moments else {}
                 yield Shard(
                     name=name,
-                    boxes=held.boxes(parameter.shape),
+                    slices=held.slices(parameter.shape),
                     value=held.main.detach(),
                     moments={key: state[key] for key in MOMENTS if with_moments},
                 )
@@ -235,7 +235,7 @@ class OptimizerShards:
                 device = main.device if on_device else "cpu"
                 adam.state[main]["step"] = torch.tensor(float(step), device=device)
 
-    def publish(self) -> None:
+    def sync_model_params(self) -> None:
         """Copy main values into the model's parameters, on every data-parallel rank.
 
         Collective over the data-parallel group, context-parallel ranks included.

@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron_untied.context_parallel.exchange import HeadMajor
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import Attention, SavedAttention
+from megatron_untied.dtypes import accumulation_dtype
 from megatron_untied.phases import Phase
 from megatron_untied.rope import rotate_
 from megatron_untied.step_progress import LayerProgress
@@ -158,7 +159,7 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.layer, ctx.group, store = layer, group, layer.streaming.store
         for parameter in parameters:
             # A bf16 leaf takes the fp32 sums as they are; autograd would round them first.
-            parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
+            parameter.grad_dtype = accumulation_dtype(parameter.dtype)
         saved = group and group.members[-1]
         leaving, keeps_attention = None, saved is not None and store.policy.selective
         if saved is not None and store.policy.keeps_input(saved.index):

@@ -22,6 +22,7 @@ from megatron_untied.context_parallel.buffer_plan import (
     sum_rows,
 )
 from megatron_untied.context_parallel.exchange import HeadMajorLayout
+from megatron_untied.dtypes import accumulation_dtype
 from megatron_untied.phases import Phase
 from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.host_arena import HostArena, HostSlot
@@ -231,11 +232,9 @@ class _HostReplay:
     def _attend(self, layer: int, *, is_kept: bool) -> list[HostSlot]:
         output = self._head_major() if self.policy.output_on_host(layer) else []
         if is_kept and self.policy.input_on_host(layer):
-            attention, wide = self.sizes.attention, torch.float32
+            attention = self.sizes.attention
             self.lse[layer] = [
-                self.arena.reserve(
-                    attention.lse_shape(call), torch.promote_types(attention.dtype, wide)
-                )
+                self.arena.reserve(attention.lse_shape(call), accumulation_dtype(attention.dtype))
                 for mine in attention.mine
                 for call in mine.kernel_calls
             ]

@@ -15,7 +15,6 @@ from megatron_untied.config import ParallelConfig
 from megatron_untied.config.run import DistributedConfig, RunConfig
 from megatron_untied.platform import device
 
-
 LARGEST_PORT = 65535
 
 

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from megatron_untied.checkpoint import Progress
-from megatron_untied.checkpoint.collective_errors import on_every_rank
+from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks
 from megatron_untied.checkpoint.directory import iteration_folder, make_writable
 from megatron_untied.config.run import RunConfig
 from megatron_untied.flops import step_flops
@@ -161,7 +161,7 @@ class Reporter:
 
     def open_sinks(self) -> None:
         """Open where metrics are kept; collective over all ranks, which fail together."""
-        self._sinks = on_every_rank(self._opened_sinks)
+        self._sinks = raise_on_all_ranks(self._opened_sinks)
 
     def __enter__(self) -> "Reporter":
         if self._active:

@@ -9,7 +9,7 @@ from megatron_untied.checkpoint.global_tensor import (
     read_tensors,
     write_tensors,
 )
-from megatron_untied.sharding.parameter_layout import Piece
+from megatron_untied.sharding.parameter_layout import GlobalSlice
 from tests.distributed import run_on_ranks
 from tests.small_run import part_of
 
@@ -20,27 +20,27 @@ WHOLE = torch.arange(7 * 5.0).view(7, 5)
 def test_blocks_are_the_piece_in_parts(monkeypatch, block_elements):
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", block_elements)
     whole = torch.arange(20 * 5.0).view(20, 5)
-    blocks = list(in_blocks([Piece((3, 1), whole[3:10, 1:4])]))
+    blocks = list(in_blocks([GlobalSlice((3, 1), whole[3:10, 1:4])]))
     assert torch.equal(torch.cat([block.tensor for block in blocks]), whole[3:10, 1:4])
     for block in blocks:
         assert torch.equal(block.tensor, part_of(whole, block))
         assert block.tensor.numel() <= max(block_elements, 3)
-    assert sum(b.tensor.numel() for b in in_blocks([Piece((4,), torch.ones(9))])) == 9
+    assert sum(b.tensor.numel() for b in in_blocks([GlobalSlice((4,), torch.ones(9))])) == 9
 
 
 def write(group, folder, pieces_by_rank):
-    pieces = [Piece((row, column), WHOLE[row : row + h, column : column + w].clone())
+    slices = [GlobalSlice((row, column), WHOLE[row : row + h, column : column + w].clone())
               for row, column, h, w in pieces_by_rank[group.rank()]]  # fmt: skip
-    write_tensors(folder, {"x": GlobalTensor((7, 5), pieces)} if pieces else {})
+    write_tensors(folder, {"x": GlobalTensor((7, 5), slices)} if slices else {})
 
 
 def read(group, folder, dtype):
     """Every rank reads two overlapping, non-contiguous parts into ``dtype``."""
     held = torch.full((9, 9), -1, dtype=dtype)
-    pieces = [Piece((1, 1), held[:5, :3]), Piece((0, 4), held[:7, 8:])]
-    read_tensors(folder, {"x": GlobalTensor((7, 5), pieces)})
-    for piece in pieces:
-        assert torch.equal(piece.tensor, part_of(WHOLE, piece).to(dtype))
+    slices = [GlobalSlice((1, 1), held[:5, :3]), GlobalSlice((0, 4), held[:7, 8:])]
+    read_tensors(folder, {"x": GlobalTensor((7, 5), slices)})
+    for part in slices:
+        assert torch.equal(part.tensor, part_of(WHOLE, part).to(dtype))
     assert (held == -1).sum() == 81 - 15 - 7
 
 
@@ -50,21 +50,21 @@ AWKWARD = [[(0, 0, 1, 2), (1, 0, 6, 2)], [(0, 2, 7, 3)]]
 ALL_ON_ONE = [[], [(0, 0, 7, 5)]]
 
 
-@pytest.mark.parametrize("pieces", [HALVES, THE_SAME_ON_BOTH, AWKWARD, ALL_ON_ONE])
+@pytest.mark.parametrize("slices", [HALVES, THE_SAME_ON_BOTH, AWKWARD, ALL_ON_ONE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_read_is_what_was_written(tmp_path, pieces, dtype):
-    run_on_ranks(write, 2, str(tmp_path), pieces)
+def test_what_is_read_is_what_was_written(tmp_path, slices, dtype):
+    run_on_ranks(write, 2, str(tmp_path), slices)
     run_on_ranks(read, 1, str(tmp_path), dtype)
 
 
-def write_badly(group, folder, pieces):
+def write_badly(group, folder, slices):
     with pytest.raises(CheckpointException, match="x"):
-        write(group, folder, pieces)
+        write(group, folder, slices)
 
 
 @pytest.mark.parametrize(
-    "pieces", [[[(0, 0, 3, 5)], [(4, 0, 3, 5)]], [[(0, 0, 4, 5)], [(3, 0, 4, 5)]]],
+    "slices", [[[(0, 0, 3, 5)], [(4, 0, 3, 5)]], [[(0, 0, 4, 5)], [(3, 0, 4, 5)]]],
     ids=["hole", "overlap"],
 )  # fmt: skip
-def test_pieces_that_do_not_make_up_the_tensor_are_refused(tmp_path, pieces):
-    run_on_ranks(write_badly, 2, str(tmp_path), pieces)
+def test_slices_that_do_not_make_up_the_tensor_are_refused(tmp_path, slices):
+    run_on_ranks(write_badly, 2, str(tmp_path), slices)

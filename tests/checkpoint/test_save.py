@@ -153,10 +153,10 @@ def save_and_load_before_the_first_step(group, path):
     assert other.state.shards.step() == 0
     for one in (run, other):
         one.train(range(2))
-    first, second = gather_state(run), gather_state(other)
+    first, second = gather_state(run.state), gather_state(other.state)
     fresh = small_run(Split())
     fresh.train(range(2))
-    third = gather_state(fresh)
+    third = gather_state(fresh.state)
     for name in first:
         assert torch.equal(first[name], second[name])
         assert torch.equal(first[name], third[name])
@@ -194,7 +194,7 @@ def test_weights_alone_keep_their_dtype_and_load_into_any(tmp_path, load):
     loaded = run_on_ranks(load, 1, str(tmp_path))[0]
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
     files = (tmp_path / "iter_0000000").glob("*.distcp")
-    # 2 bytes a weight, and what torch.save adds to each of the pieces.
+    # 2 bytes a weight, and what torch.save adds to each of the slices.
     num_weights = sum(values.numel() for values in saved.values())
     assert sum(file.stat().st_size for file in files) < 2 * num_weights + 120_000
 
@@ -203,7 +203,7 @@ def load_trained_for_evaluation(group, path):
     trained = small_run(Split())
     trained.train(range(2))
     save_checkpoint(path, trained.state, Progress(iteration=2))
-    return gather_state(trained), load_for_evaluation(group, path)
+    return gather_state(trained.state), load_for_evaluation(group, path)
 
 
 def test_evaluation_needs_no_optimizer(tmp_path):

@@ -25,10 +25,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_untied.checkpoint.directory import TRACKER, find_checkpoint, iteration_folder
+from megatron_untied.commands import convert, plan, preprocess, train_tokenizer
 from megatron_untied.data.indexed_files import open_indexed_files
 from megatron_untied.data.indexed_writer import IndexedWriter
 from megatron_untied.training.initialize import UserError, read_launch
-from tools import convert_checkpoint, plan_memory, preprocess_data, train_tokenizer
 
 LINES = "".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(5)).encode()
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
@@ -61,10 +61,10 @@ def change(file: Path, **values) -> None:
     file.write_text(json.dumps(content))
 
 
-def preprocess(tokenizer: Path, out: Path, *arguments: str | Path) -> list[np.ndarray]:
+def tokenized(tokenizer: Path, out: Path, *arguments: str | Path) -> list[np.ndarray]:
     """The documents that the tool makes."""
     model = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer]
-    preprocess_data.main(list(map(str, [*model, "--output-prefix", out, *arguments])))
+    preprocess.main(list(map(str, [*model, "--output-prefix", out, *arguments])))
     made = IndexedDataset(f"{out}_text_document")
     return [made[n].copy() for n in range(len(made))]
 
@@ -72,7 +72,7 @@ def preprocess(tokenizer: Path, out: Path, *arguments: str | Path) -> list[np.nd
 def refused(tokenizer: Path, out: Path, *arguments: str | Path) -> str:
     """The one line with which the tool ends."""
     with pytest.raises(SystemExit) as ended:
-        preprocess(tokenizer, out, *arguments)
+        tokenized(tokenizer, out, *arguments)
     assert not Path(f"{out}_text_document.idx").exists()
     assert "\n" not in str(ended.value.code)
     return str(ended.value.code)
@@ -84,7 +84,7 @@ def refused(tokenizer: Path, out: Path, *arguments: str | Path) -> str:
 @pytest.mark.parametrize("name", ["a.JSONL", "a.Json", "a.NDJSON"])
 def test_lines_of_json_are_known_by_any_spelling_of_the_ending(tokenizer, tmp_path, name):
     (tmp_path / name).write_bytes(LINES)
-    assert len(preprocess(tokenizer, tmp_path / "out", "--input", tmp_path / name)) == 5
+    assert len(tokenized(tokenizer, tmp_path / "out", "--input", tmp_path / name)) == 5
 
 
 @pytest.mark.parametrize("name", ["part-00000", "a.jsonl.txt", "a.jsonl.bak"])
@@ -98,7 +98,7 @@ def test_prose_that_shows_json_is_a_document(tokenizer, tmp_path):
     (tmp_path / "a.md").write_text('Write {"text": "a"} on each line.\n{"text": "b"}\n')
     (tmp_path / "b.map").write_text('{"version": 3, "mappings": "text"}\n')
     inputs = [tmp_path / "a.md", tmp_path / "b.map"]
-    assert len(preprocess(tokenizer, tmp_path / "out", "--input", *inputs)) == 2
+    assert len(tokenized(tokenizer, tmp_path / "out", "--input", *inputs)) == 2
 
 
 def zipped(content: bytes) -> bytes:
@@ -139,16 +139,16 @@ def test_the_damaged_part_of_a_parquet_file_is_a_bad_line(tokenizer, tmp_path):
     said = refused(tokenizer, tmp_path / "out", "--input", file)
     assert re.search(rf"{file}:\d+: the data is damaged or cut short .* the rest of the file", said)
     flags = ["--on-bad-line", "skip", "--input", file]
-    assert 500 <= len(preprocess(tokenizer, tmp_path / "skipped", *flags)) < 3000
+    assert 500 <= len(tokenized(tokenizer, tmp_path / "skipped", *flags)) < 3000
 
 
 def test_token_files_of_an_earlier_run_are_no_documents(tokenizer, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(LINES)
-    assert len(preprocess(tokenizer, folder / "out", "--input", folder)) == 5
+    assert len(tokenized(tokenizer, folder / "out", "--input", folder)) == 5
     with pytest.raises(SystemExit, match=r"holds token files .*out_text_document.idx.*\*.jsonl"):
-        preprocess(tokenizer, folder / "out", "--on-bad-line", "skip", "--input", folder)
+        tokenized(tokenizer, folder / "out", "--on-bad-line", "skip", "--input", folder)
     assert len(open_indexed_files(f"{folder / 'out'}_text_document").lengths) == 5
 
 
@@ -165,7 +165,7 @@ def test_an_output_that_cannot_be_made_names_its_flag(tokenizer, tmp_path, capsy
     (tmp_path / "a.jsonl").write_bytes(LINES)
     out = tmp_path / "a.jsonl/out"
     with pytest.raises(SystemExit, match=f"--output-prefix {out.parent}: .* can be written to"):
-        preprocess(tokenizer, out, "--input", tmp_path / "a.jsonl")
+        tokenized(tokenizer, out, "--input", tmp_path / "a.jsonl")
     flags = [
         "--input",
         str(tmp_path / "a.jsonl"),
@@ -183,7 +183,8 @@ def test_sigterm_keeps_the_finished_part(tmp_path):
     numbers = " ".join(["7"] * 20_000)
     file.write_text(f'{{"text": "{numbers}"}}\n' * 50)
     code = (
-        "import sys; from tools import preprocess_data as p; add = p.IndexedWriter.add\n"
+        "import sys; from megatron_untied.commands import preprocess as p\n"
+        "add = p.IndexedWriter.add\n"
         "def told(self, ids): add(self, ids); open(sys.argv.pop(1), 'w') if sys.argv[1:] else 0\n"
         f"p.IndexedWriter.add = told; p.main({NULL!r} + ['--output-prefix', 'out', '--input', "
         "'a.jsonl', 'slow.jsonl'])"
@@ -202,7 +203,7 @@ def test_sigterm_keeps_the_finished_part(tmp_path):
     os.killpg(process.pid, signal.SIGTERM)  # as a batch system does, with its workers
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + signal.SIGTERM
-    assert "preprocess_data: terminated" in errors
+    assert "terminated" in errors
     assert "Traceback" not in errors
     assert "--resume goes on from there" in errors
     kept = open_indexed_files(str(tmp_path / "out_text_document.incomplete"))
@@ -219,7 +220,7 @@ def test_truncation_and_padding_of_a_tokenizer_do_not_reach_documents(tokenizer,
     pad |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
     change(file, truncation=shorten, padding=pad)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "hello 123 " * 200}) + "\n")
-    (ids,) = preprocess(tokenizer, tmp_path / "out", "--input", tmp_path / "a.jsonl")
+    (ids,) = tokenized(tokenizer, tmp_path / "out", "--input", tmp_path / "a.jsonl")
     assert len(ids) == 2000
 
 
@@ -296,7 +297,7 @@ def imported(folder: Path, *flags: str) -> str:
     save = folder.with_name(f"{folder.name}-imported")
     command = ["hf-to-megatron", "--hf-path", str(folder), "--save", str(save), *flags]
     try:
-        convert_checkpoint.main(command)
+        convert.main(command)
     except SystemExit as ended:
         assert not (save / TRACKER).exists()
         return str(ended.code)
@@ -371,7 +372,7 @@ def test_weights_are_not_exported_as_infinite(published, tmp_path):
     out = tmp_path / "out"
     command = ["megatron-to-hf", "--load", f"{folder}-imported", "--hf-path", str(out)]
     with pytest.raises(SystemExit, match="holds NaN or infinity as torch.float16"):
-        convert_checkpoint.main([*command, "--dtype", "fp16"])
+        convert.main([*command, "--dtype", "fp16"])
     assert not out.exists()
 
 
@@ -407,7 +408,7 @@ PLANNED = [
 
 @pytest.mark.parametrize("flags", [[], ["--max-context"], ["--recompute-granularity", "full"]])
 def test_a_head_wider_than_the_kernel_is_one_line(flags, capsys):
-    assert plan_memory.main([*PLANNED, "--kv-channels", "512", *flags]) == 2
+    assert plan.main([*PLANNED, "--kv-channels", "512", *flags]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "--kv-channels 512" in said
@@ -417,5 +418,5 @@ def test_a_head_wider_than_the_kernel_is_one_line(flags, capsys):
 @pytest.mark.parametrize("flag", ["--json", "--plot"])
 def test_a_file_of_the_planner_that_cannot_be_written_names_its_flag(flag, tmp_path, capsys):
     path = tmp_path / "none/plan.png"
-    assert plan_memory.main([*PLANNED, flag, str(path)]) == 2
+    assert plan.main([*PLANNED, flag, str(path)]) == 2
     assert f"error: {flag} {path} cannot be written" in capsys.readouterr().err

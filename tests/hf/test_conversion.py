@@ -115,7 +115,7 @@ def test_one_block_is_alive_at_a_time(tmp_path, monkeypatch, llama):
 
     def count_targets(reader, wanted):
         (tensor,) = wanted.values()
-        count(next(iter(tensor.pieces.values()))._base)
+        count(next(iter(tensor.slices.values()))._base)
         read(reader, wanted)
 
     monkeypatch.setattr(SafetensorsFolder, "rows", lambda *where: count(rows(*where)))

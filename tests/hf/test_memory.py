@@ -28,7 +28,7 @@ MODEL = ModelConfig(
 )
 MEASURE = """
 import resource, sys
-from tools.convert_checkpoint import main
+from megatron_untied.commands.convert import main
 main(sys.argv[1:])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
@@ -41,8 +41,8 @@ def generate(folder, model):
     specs = {name: TensorSpec(x.local_shape, torch.bfloat16) for name, x in layouts.items()}
 
     def blocks(name):
-        for box in row_blocks(layouts[name].whole):
-            yield torch.full(box.sizes, len(name), dtype=torch.bfloat16)
+        for tensor_slice in row_blocks(layouts[name].whole):
+            yield torch.full(tensor_slice.sizes, len(name), dtype=torch.bfloat16)
 
     write_safetensors_folder(folder, specs, blocks, max_shard_bytes=10**9)
     config = model_config_to_hf(model, torch.bfloat16, {})
@@ -73,6 +73,6 @@ def test_peak_memory_does_not_grow_with_the_model(tmp_path):
     large_bytes, *large = peaks(tmp_path / "large", 24)
     assert large_bytes > small_bytes + 2 * 10**9
     for few_layers, many_layers in zip(small, large, strict=True):
-        # The index has an entry for every piece; weights are 0.1 GB more a layer.
+        # The index has an entry for every part; weights are 0.1 GB more a layer.
         assert many_layers < few_layers + 64
         assert many_layers < 1024

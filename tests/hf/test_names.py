@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_untied.config import ModelConfig
-from megatron_untied.hf.names import hf_layouts, qkv_rows, require_partners
+from megatron_untied.hf.names import check_tensors, hf_layouts, qkv_rows
 from megatron_untied.sharding.parameter_layout import parameter_layouts
-from megatron_untied.sharding.tensor_slice import Box
+from megatron_untied.sharding.tensor_slice import TensorSlice
 from tests.distributed import run_on_ranks
 from tests.models import make_model
 
@@ -42,10 +42,10 @@ def assembled(layouts, tensors):
     ours = {}
     for name, layout in layouts.items():
         whole = ours.setdefault(layout.name, torch.full(layout.global_shape, torch.nan))
-        for piece in layout.pieces(tensors[name]):
-            target = Box(piece.offsets, tuple(piece.tensor.shape)).view(whole)
+        for part in layout.global_slices(tensors[name]):
+            target = TensorSlice(part.offsets, tuple(part.tensor.shape)).view(whole)
             assert target.isnan().all(), f"{name} overlaps another"
-            target.copy_(piece.tensor)
+            target.copy_(part.tensor)
     return ours
 
 
@@ -98,7 +98,7 @@ def test_the_table_has_every_element_of_every_parameter_once(name):
 def test_names_what_has_no_partner_on_either_side_and_both_shapes():
     layouts = hf_layouts(MODEL)
     found = {name: layout.local_shape for name, layout in layouts.items()}
-    require_partners(found, layouts, "here")
+    check_tensors(found, layouts, "here")
     del found["model.norm.weight"]
     found["model.layers.0.self_attn.q_proj.bias"] = (168,)
     found["lm_head.weight"] = (128, M)
@@ -108,11 +108,11 @@ def test_names_what_has_no_partner_on_either_side_and_both_shapes():
         r"of another shape: lm_head.weight \[128, 20\] instead of \[101, 20\]"
     )
     with pytest.raises(ValueError, match=message):
-        require_partners(found, layouts, "here")
+        check_tensors(found, layouts, "here")
 
 
 def test_long_lists_are_cut():
     layouts = hf_layouts(MODEL)
     assert len(layouts) == 21
     with pytest.raises(ValueError, match=r"missing: model.embed_tokens.weight, .* and 1 more$"):
-        require_partners({}, layouts, "here")
+        check_tensors({}, layouts, "here")

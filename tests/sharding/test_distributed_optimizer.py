@@ -14,13 +14,13 @@ def shards_of_a_run(group, split):
     names = [name for name, _ in run.model.named_parameters()]
     found = list(run.state.shards.shards(with_moments=True))
     for shard in found:
-        numel = sum(box.numel for box in shard.boxes)
+        numel = sum(tensor_slice.numel for tensor_slice in shard.slices)
         assert shard.value.dtype == torch.float32
         assert {numel} == {shard.value.numel(), *(m.numel() for m in shard.moments.values())}
     adam = run.optimizer.chained_optimizers[0].optimizer
     steps = [state["step"] for state in adam.state.values()]
     assert len({step.data_ptr() for step in steps}) == len(steps) > 0  # none is shared
-    return names, [shard.name for shard in found], gather_state(run)
+    return names, [shard.name for shard in found], gather_state(run.state)
 
 
 @pytest.mark.parametrize("distributed", [True, False])
@@ -43,9 +43,9 @@ def write_main_values(group, split):
     for shard in run.state.shards.shards(with_moments=False):
         assert not shard.moments
         layout = run.state.layouts[shard.name]
-        for piece in layout.pieces(shard.value, shard.boxes):
-            piece.tensor.fill_(len(shard.name) / 3)
-    run.state.shards.publish()
+        for part in layout.global_slices(shard.value, shard.slices):
+            part.tensor.fill_(len(shard.name) / 3)
+    run.state.shards.sync_model_params()
     return gather_parameters(run.model, run.state.layouts)
 
 

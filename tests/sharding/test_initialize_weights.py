@@ -5,8 +5,12 @@ import pytest
 import torch
 
 from megatron_untied.sharding import initialize_weights as module
-from megatron_untied.sharding.initialize_weights import fill_pieces, initialize_weights
-from megatron_untied.sharding.parameter_layout import Piece, parameter_layout, parameter_layouts
+from megatron_untied.sharding.initialize_weights import fill_slices, initialize_weights
+from megatron_untied.sharding.parameter_layout import (
+    GlobalSlice,
+    parameter_layout,
+    parameter_layouts,
+)
 from tests.distributed import run_on_ranks
 from tests.small_run import MODEL, Split, build_model, gather_parameters, make_groups
 
@@ -72,7 +76,7 @@ def test_norms_are_one_and_biases_zero():
 def test_standard_deviations_are_megatrons(name, std):
     layout = parameter_layout(name, (300, 200), partition_dim=None, tp_rank=0, tp_size=1)
     values = torch.empty(300, 200)
-    fill_pieces(layout.pieces(values), layout, MODEL, seed=1)
+    fill_slices(layout.global_slices(values), layout, MODEL, seed=1)
     # 60,000 draws: the estimate's own deviation is 0.3%.
     assert values.std().item() == pytest.approx(std, rel=0.015)
     assert abs(values.mean().item()) < 0.02 * std
@@ -83,10 +87,10 @@ def test_a_part_drawn_alone_is_the_part_of_the_whole(monkeypatch, dtype):
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", 25)  # 3 rows of 7
     layout = parameter_layout("w", (11, 7), partition_dim=None, tp_rank=0, tp_size=1)
     whole = torch.empty(11, 7)
-    fill_pieces(layout.pieces(whole), layout, MODEL, seed=1)
+    fill_slices(layout.global_slices(whole), layout, MODEL, seed=1)
     assert whole.unique().numel() == 77  # no block repeats another
     for part in (slice(0, 1), slice(2, 5), slice(4, 11), slice(3, 6)):
         for left in (0, 2):
             held = torch.empty(part.stop - part.start, 7 - left, dtype=dtype)
-            fill_pieces([Piece((part.start, left), held)], layout, MODEL, seed=1)
+            fill_slices([GlobalSlice((part.start, left), held)], layout, MODEL, seed=1)
             assert torch.equal(held, whole[part, left:].to(dtype))

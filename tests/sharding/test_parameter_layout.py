@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_untied.sharding.parameter_layout import parameter_layout, parameter_layouts
-from megatron_untied.sharding.tensor_slice import Box, boxes_of_flat_range
+from megatron_untied.sharding.tensor_slice import TensorSlice, slices_of_flat_range
 from tests.distributed import run_on_ranks
 from tests.small_run import MODEL, Split, build_model, gather_parameters, make_groups, part_of
 
@@ -22,12 +22,12 @@ def number_elements(*shape):
     return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
 
 
-def assert_pieces_make_up(whole, pieces):
+def assert_slices_make_up(whole, slices):
     """Every element once, in its place."""
     count = torch.zeros_like(whole)
-    for piece in pieces:
-        assert torch.equal(piece.tensor, part_of(whole, piece))
-        part_of(count, piece).add_(1)
+    for part in slices:
+        assert torch.equal(part.tensor, part_of(whole, part))
+        part_of(count, part).add_(1)
     assert torch.equal(count, torch.ones_like(whole))
 
 
@@ -39,7 +39,7 @@ def assert_pieces_make_up(whole, pieces):
 )
 def test_pieces_of_all_ranks_make_up_the_tensor(shape, dim, stride, tp_size):
     whole = number_elements(*shape)
-    pieces = []
+    slices = []
     for rank, local in enumerate(split_like_megatron(whole, tp_size, dim=dim, stride=stride)):
         layout = parameter_layout(
             "w",
@@ -51,8 +51,8 @@ def test_pieces_of_all_ranks_make_up_the_tensor(shape, dim, stride, tp_size):
         )
         assert layout.global_shape == shape
         assert not layout.has_padding
-        pieces += layout.pieces(local.contiguous())
-    assert_pieces_make_up(whole, pieces)
+        slices += layout.global_slices(local.contiguous())
+    assert_slices_make_up(whole, slices)
 
 
 @pytest.mark.parametrize(
@@ -61,21 +61,21 @@ def test_pieces_of_all_ranks_make_up_the_tensor(shape, dim, stride, tp_size):
 )
 def test_vocabulary_padding_is_in_no_rectangle(vocabulary, rows_by_rank):
     padded = number_elements(64, 3)
-    pieces = []
+    slices = []
     for rank, local in enumerate(padded.chunk(4)):
         layout = parameter_layout(
             "w", (16, 3), partition_dim=0, num_rows=vocabulary, tp_rank=rank, tp_size=4
         )
-        assert sum(r.local.sizes[0] for r in layout.rectangles) == rows_by_rank[rank]
+        assert sum(r.local.sizes[0] for r in layout.mappings) == rows_by_rank[rank]
         assert layout.has_padding == (rows_by_rank[rank] < 16)
         assert layout.global_shape == (vocabulary, 3)
-        pieces += layout.pieces(local)
-    assert_pieces_make_up(padded[:vocabulary], pieces)
+        slices += layout.global_slices(local)
+    assert_slices_make_up(padded[:vocabulary], slices)
 
 
 def test_a_copy_on_every_rank_is_the_whole_tensor():
     layout = parameter_layout("norm", (7,), partition_dim=None, tp_rank=1, tp_size=2)
-    assert_pieces_make_up(number_elements(7), layout.pieces(number_elements(7)))
+    assert_slices_make_up(number_elements(7), layout.global_slices(number_elements(7)))
 
 
 @settings(deadline=None)
@@ -90,7 +90,7 @@ def test_flat_shards_of_all_ranks_make_up_the_tensor(data):
     num_rows = None
     if dim == 0 and stride == 1:
         num_rows = data.draw(st.integers(1, shape[0]))
-    pieces = []
+    slices = []
     for rank, local in enumerate(split_like_megatron(whole, tp_size, dim=dim, stride=stride)):
         layout = parameter_layout(
             "w",
@@ -104,8 +104,10 @@ def test_flat_shards_of_all_ranks_make_up_the_tensor(data):
         cuts = sorted(data.draw(st.lists(st.integers(0, local.numel()), max_size=4)))
         for start, stop in zip([0, *cuts], [*cuts, local.numel()], strict=True):
             shard = local.reshape(-1)[start:stop].clone()
-            pieces += layout.pieces(shard, list(boxes_of_flat_range(local.shape, start, stop)))
-    assert_pieces_make_up(whole[:num_rows], pieces)
+            slices += layout.global_slices(
+                shard, list(slices_of_flat_range(local.shape, start, stop))
+            )
+    assert_slices_make_up(whole[:num_rows], slices)
 
 
 @given(rows=st.integers(0, 8), height=st.integers(0, 8))
@@ -115,18 +117,20 @@ def test_rows_of_a_gate_and_up_projection_lie_in_both_halves(rows, height):
     local = split_like_megatron(whole, 2, dim=0, stride=2)[1]  # gate 4..8, up 12..16
     height = min(height, 8 - rows)
     layout = parameter_layout("fc1", (8, 3), partition_dim=0, stride=2, tp_rank=1, tp_size=2)
-    box = Box((rows, 0), (height, 3))
-    pieces = layout.pieces(box.view(local).clone(), [box])
-    for piece in pieces:
-        assert torch.equal(piece.tensor, part_of(whole, piece))
-    assert sum(piece.tensor.size(0) for piece in pieces) == height
+    tensor_slice = TensorSlice((rows, 0), (height, 3))
+    slices = layout.global_slices(tensor_slice.view(local).clone(), [tensor_slice])
+    for part in slices:
+        assert torch.equal(part.tensor, part_of(whole, part))
+    assert sum(part.tensor.size(0) for part in slices) == height
 
 
 def test_pieces_are_views():
     local = torch.zeros(4, 3)
     layout = parameter_layout("w", (4, 3), partition_dim=1, tp_rank=0, tp_size=2)
-    for piece in layout.pieces(local.view(-1)[1:11], list(boxes_of_flat_range((4, 3), 1, 11))):
-        piece.tensor.fill_(1)
+    for part in layout.global_slices(
+        local.view(-1)[1:11], list(slices_of_flat_range((4, 3), 1, 11))
+    ):
+        part.tensor.fill_(1)
     assert local.sum() == 10
 
 

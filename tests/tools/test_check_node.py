@@ -3,9 +3,8 @@ import re
 
 import pytest
 
-from megatron_untied.platform.device import host_memory_bytes
-from tools import check_node
-from tools.check_node import (
+from megatron_untied.commands import check_node
+from megatron_untied.commands.check_node import (
     DEVICE_RESERVE_GIB,
     GIB,
     HOST_RESERVE_GIB,
@@ -16,6 +15,7 @@ from tools.check_node import (
     plan_for,
     shortfalls,
 )
+from megatron_untied.platform.device import host_memory_bytes
 
 NEEDED = Node(
     gpus=8, gpu_memory_gib=61.2, host_memory_gib=1830, pinned_gib=222, shared_memory_gib=6

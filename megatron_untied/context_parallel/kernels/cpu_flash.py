@@ -7,6 +7,7 @@ from typing_extensions import override
 from megatron_untied.context_parallel.kernels.kernel import AttentionKernel
 from megatron_untied.context_parallel.kernels.split_calls import Call, Limits, query_blocks
 from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads, bhsd, sbhd
+from megatron_untied.dtypes import accumulation_dtype
 
 
 class CpuFlash(AttentionKernel):
@@ -48,7 +49,7 @@ class CpuFlash(AttentionKernel):
             for result, gradient in zip(into, gradients, strict=True):
                 result.copy_(gradient)
             return
-        sum_dtype = torch.promote_types(x.k.dtype, torch.float32)
+        sum_dtype = accumulation_dtype(x.k.dtype)
         dk, dv = (torch.zeros_like(each, dtype=sum_dtype) for each in (x.k, x.v))
         for block in query_blocks(len(x.q), call, self.block_size, x.q.device):
             rows, keys = block.queries, block.keys

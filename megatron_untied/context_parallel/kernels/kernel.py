@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_untied.context_parallel.kernels.mask import Mask
 from megatron_untied.context_parallel.kernels.split_calls import Call, Limits, Shape, split_calls
 from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads
+from megatron_untied.dtypes import accumulation_dtype
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class AttentionKernel(ABC):
             return self._forward(x, out, calls[0])
         if leaves_rows:
             out.zero_()  # no call writes the rows of queries that see no key
-        lse_dtype = torch.promote_types(x.q.dtype, torch.float32)
+        lse_dtype = accumulation_dtype(x.q.dtype)
         lse = x.q.new_full((shape.b, shape.h, shape.num_queries), -torch.inf, dtype=lse_dtype)
         for call in calls:
             call.of_lse(lse).copy_(self._forward(call.of(x), call.of_queries(out), call))

@@ -12,6 +12,7 @@ from megatron_untied.context_parallel.kernels.split_calls import (
     query_blocks,
 )
 from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads
+from megatron_untied.dtypes import widened
 
 
 class MatrixProducts(AttentionKernel):
@@ -29,7 +30,7 @@ class MatrixProducts(AttentionKernel):
 
     @override
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
-        k, v = map(_wide, (x.k, x.v))
+        k, v = map(widened, (x.k, x.v))
         lse_parts = []
         for block in query_blocks(len(x.q), call, self.block_size, x.q.device):
             rows, keys = block.queries, block.keys
@@ -42,7 +43,7 @@ class MatrixProducts(AttentionKernel):
 
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
-        k, v = map(_wide, (x.k, x.v))
+        k, v = map(widened, (x.k, x.v))
         dk, dv, g = torch.zeros_like(k), torch.zeros_like(v), k.shape[2]
         for block in query_blocks(len(x.q), call, self.block_size, x.q.device):
             rows, keys = block.queries, block.keys
@@ -67,8 +68,4 @@ def _scores(q: Tensor, k: Tensor, block: QueryBlock, scale: float) -> Tensor:
 
 
 def _grouped(x: Tensor, g: int) -> Tensor:
-    return _wide(x).unflatten(2, (g, -1))  # [t, b, h, d] -> [t, b, g, h/g, d]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return widened(x).unflatten(2, (g, -1))  # [t, b, h, d] -> [t, b, g, h/g, d]

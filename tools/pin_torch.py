@@ -1,6 +1,6 @@
 """Print pip constraints that hold torch, and all that was built against it, as the base has them.
 
-    python tools/hold_torch.py requirements.txt > constraints.txt
+    python tools/pin_torch.py requirements.txt > constraints.txt
 
 The base image's torch belongs to its CUDA and NCCL, and transformer-engine, apex and flash-attn to
 its torch; another from an index would break them all. So a base without torch, or with one that

@@ -51,23 +51,23 @@ class Choices:
         return self.memory.recompute_granularity is not None
 
 
-class PartsOfLatestModel:
+class LatestModelContext:
     """The parts of the model that is being built; its layers have one config between them."""
 
     def __init__(self, choices: Choices):
         self.choices = choices
-        self._latest: weakref.ref[ModelParts] | None = None
+        self._latest: weakref.ref[ModelContext] | None = None
 
-    def of(self, config: TransformerConfig, groups: ProcessGroupCollection) -> "ModelParts":
+    def of(self, config: TransformerConfig, groups: ProcessGroupCollection) -> "ModelContext":
         """Those of the model with this very ``config``."""
         parts = self._latest and self._latest()
         if parts is None or parts.config is not config:
-            parts = ModelParts(self.choices, config, groups)
+            parts = ModelContext(self.choices, config, groups)
             self._latest = weakref.ref(parts)  # layers hold them: they live as long as the model
         return parts
 
 
-class ModelParts:
+class ModelContext:
     """What the layers of one model share.
 
     Raises:

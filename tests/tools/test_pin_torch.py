@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.hold_torch import constraints, main
+from tools.pin_torch import constraints, main
 
 
 class Installed(Distribution):

@@ -1,0 +1,141 @@
+"""Write the generated pages of the documentation: flags, files, and the table of settings.
+
+    python tools/generate_docs.py            # write docs/{flags,files,choosing_settings}.md
+    python tools/generate_docs.py --check    # exit 1 if one of them is out of date
+
+The pages are committed; a test compares them with the code.
+"""
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_untied.cli.flags import FLAGS, NOT_YET
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+FLAGS_HEADER = """# Flags
+
+Generated from the parser by `tools/generate_docs.py`.
+
+Flags are spelled as in Megatron-LM where Megatron-LM has them. A flag that is unknown, or whose
+feature is missing, is an error, never ignored. Flags of this project alone are marked with *.
+"""
+OWN = {
+    "--model",
+    "--cp-heads-per-chunk",
+    "--no-cp-overlap",
+    "--sequence-tile-size",
+    "--loss-chunk-size",
+    "--park-during-attention",
+    "--heartbeat-seconds",
+    "--metrics-jsonl",
+}
+
+
+def flags_page() -> str:
+    """All flags by group, with defaults and meaning, and those that are refused."""
+    lines = [FLAGS_HEADER]
+    for group, flags in FLAGS.items():
+        lines += [f"## {group.capitalize()}", "", "| flag | default | meaning |", "|---|---|---|"]
+        lines += [_row(name, options) for name, options in flags]
+        lines.append("")
+    lines += ["## Refused", "", "| flag | reason |", "|---|---|"]
+    lines += [f"| `{name}` | {reason} |" for name, reason in NOT_YET.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, options: dict[str, Any]) -> str:
+    default = options.get("default")
+    is_switch = options.get("action") in ("store_true", "store_false")
+    shown = "" if is_switch or default in (None, ()) else f"`{default}`"
+    meaning = options.get("help", "")
+    if "choices" in options:
+        meaning += f"{'; ' * bool(meaning)}one of {', '.join(f'`{x}`' for x in options['choices'])}"
+    value = "" if is_switch else f" {_value_name(name, options)}"
+    cells = f"`{name}{value}`{'*' * (name in OWN)}", shown, meaning.replace("|", "\\|")
+    return f"| {' | '.join(cells)} |"
+
+
+def _value_name(name: str, options: dict[str, Any]) -> str:
+    metavar = options.get("metavar") or name.rsplit("-", 1)[-1].upper()
+    return metavar if isinstance(metavar, str) else " ".join(metavar)
+
+
+FILES_HEADER = """# Files
+
+Generated from the first lines of the files by `tools/generate_docs.py`.
+"""
+GROUPS = {
+    "The method": ("context_parallel", "context_parallel/kernels", "streaming", "loss"),
+    "The model": (".",),
+    "The trainer": ("config", "cli", "training", "sharding", "data", "checkpoint"),
+    "Conversion and Megatron-LM": ("hf", "megatron_lm"),
+    "Planning": ("planner", "tracing", "presets"),
+    "Programs": ("commands",),
+    "Machines": ("platform",),
+}
+"""Folders of the package, in the order in which a reader wants them."""
+
+
+def files_page() -> str:
+    """Every Python file and script with its purpose."""
+    package = ROOT / "megatron_untied"
+    lines = [FILES_HEADER]
+    for group, folders in GROUPS.items():
+        lines += [f"## {group}", ""]
+        for folder in folders:
+            lines += _table(f"megatron_untied/{folder}".rstrip("/."), package / folder)
+    for title, folder in (
+        ("Tools", "tools"),
+        ("Benchmarks", "benchmarks"),
+        ("Examples", "examples"),
+    ):
+        lines += [f"## {title}", "", *_table(folder, ROOT / folder)]
+    return "\n".join(lines)
+
+
+def _table(name: str, folder: Path) -> Iterator[str]:
+    init = folder / "__init__.py"
+    yield f"**`{name}/`** {_purpose(init) if init.exists() else ''}".rstrip()
+    yield from ("", "| file | purpose |", "|---|---|")
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".py", ".sh", ".sbatch", ".yaml") and file.name != "__init__.py":
+            yield f"| `{file.name}` | {_purpose(file)} |"
+    yield ""
+
+
+def _purpose(file: Path) -> str:
+    """The first sentence of a module's docstring, or of a script's first comment."""
+    text = file.read_text()
+    if file.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
+    else:
+        text = re.search(r"^# ?(?!!)(.*?)$(?!\n# ?\S)", text, re.M | re.S)[1].replace("\n# ", " ")
+    return text.split("\n\n")[0].split("\n#\n")[0].replace("\n", " ").replace("|", "\\|")
+
+
+PAGES = {"flags.md": flags_page, "files.md": files_page}
+
+
+def main() -> None:
+    """Write the pages, or compare them with what is committed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if out of date")
+    check = parser.parse_args().check
+    for name, make in PAGES.items():
+        file, text = DOCS / name, make()
+        if not check:
+            file.write_text(text)
+        elif not file.exists() or file.read_text() != text:
+            sys.exit(f"{file} is out of date; run python tools/generate_docs.py")
+
+
+if __name__ == "__main__":
+    main()

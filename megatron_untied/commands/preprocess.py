@@ -77,9 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    signal.signal(
-        number, signal.SIG_IGN
-    )  # a second one must not interrupt saving the finished part
+    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt saving
     raise Terminated
 
 

@@ -246,9 +246,7 @@ def test_an_end_of_document_that_is_no_special_token_stays_text(tokenizer, tmp_p
     content["added_tokens"][0]["special"] = False
     (tokenizer / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": f"a {EOD} b"}) + "\n")
-    (ids,) = preprocess(
-        tokenizer, tmp_path / "out", "--append-eod", "--input", tmp_path / "a.jsonl"
-    )
+    (ids,) = tokenized(tokenizer, tmp_path / "out", "--append-eod", "--input", tmp_path / "a.jsonl")
     assert list(ids == 256) == [False] * (len(ids) - 1) + [True]
 
 

@@ -61,10 +61,15 @@ def print_once(message: str, launch: Launch) -> None:
             store.set(f"printed by {launch.rank}", "")
         _wait_until(lambda: store.check([f"printed by {ranks[0]}"]))
         printed.append(True)
-        # A launcher terminates the others when the first rank exits, and rank 0 may host the store.
+        # A launcher terminates the others when the first rank exits.
         store.add("leaving", 1)
         num_failed = len(failed_ranks())
         _wait_until(lambda: store.add("leaving", 0) >= num_failed)
+        # Rank 0 may host the store; if it exits first, the others print torch's stack traces.
+        if launch.rank:
+            store.add("left", 1)
+        else:
+            _wait_until(lambda: store.add("left", 0) >= num_failed - 1)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from megatron_untied.config import ParallelConfig
 from megatron_untied.config.run import DistributedConfig, RunConfig
 from megatron_untied.platform import device
 
+LARGEST_PORT = 65535
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
@@ -26,15 +28,31 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """Read torchrun's environment variables; without them the process is the only rank."""
+    """Read torchrun's environment variables; without them the process is the only rank.
+
+    Raises:
+        UserError: a variable is missing or invalid, such as where a scheduler sets RANK per node.
+    """
     environment = os.environ  # noqa: TID251 - torchrun passes them in no other way
     if "RANK" not in environment:
         return Launch()
-    return Launch(
-        rank=int(environment["RANK"]),
-        world_size=int(environment["WORLD_SIZE"]),
-        local_rank=int(environment["LOCAL_RANK"]),
-    )
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+    if environment.get("WORLD_SIZE") != "1":
+        names += ["MASTER_ADDR", "MASTER_PORT"]
+    values = {name: environment.get(name, "") for name in names}
+    try:
+        rank, world_size, local_rank = (int(values[name]) for name in names[:3])
+        is_valid = 0 <= rank < world_size and 0 <= local_rank and all(values.values())
+        is_valid = is_valid and 0 <= int(values.get("MASTER_PORT", 0)) <= LARGEST_PORT
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        listed = ", ".join(f"{name} {value or 'not set'}" for name, value in values.items())
+        raise UserError(
+            f"error: the environment gives this process no rank: {listed}. Start ranks with "
+            "torchrun, which sets these; for a single rank without it, unset RANK"
+        )
+    return Launch(rank=rank, world_size=world_size, local_rank=local_rank)
 
 
 def initialize(

@@ -27,9 +27,9 @@ from megatron_untied.training.liveness import listed_ranks
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 """Nodes may start their ranks minutes apart."""
 
-RANK_LOCAL_FIELDS = ("logging.", "data.num_workers")
+RANK_LOCAL_FIELDS = ("logging.", "data.num_workers", "data.data_cache_path")
 """Prefixes of fields that may differ between ranks: only rank 0 writes logs, and nodes may have
-different numbers of cores for data workers."""
+different numbers of cores for data workers and different paths of the sample index cache."""
 
 DERIVED_FIELDS = (
     "model.max_position_embeddings",
@@ -169,5 +169,5 @@ def _message(first: Fields, reports: dict[int, Fields], world_size: int) -> str:
         parts.append(f"{flag_of(name)} is {values}")
     return (
         f"ranks were started with different flags: {'; '.join(parts)}. Start all ranks with the "
-        "same flags; only logging flags and --num-workers may differ"
+        "same flags; only logging flags, --num-workers and --data-cache-path may differ"
     )

@@ -25,10 +25,10 @@ from megatron_untied.checkpoint.random_state import (
 from megatron_untied.checkpoint.run_config import model_config_of
 from megatron_untied.checkpoint.start import Start, find_start
 from megatron_untied.checkpoint.state import (
+    CheckpointState,
     Progress,
     RankLayout,
     StoredState,
-    TrainingState,
     tensor_names,
     tensors_of,
 )
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 def load_checkpoint(
     config: CheckpointConfig,
-    state: TrainingState,
+    state: CheckpointState,
     *,
     seed: int,
     start: Start | None = None,
@@ -101,7 +101,7 @@ def describe_loading(config: CheckpointConfig, start: Start) -> str:
     return f"loaded {start.folder}: iteration {progress.iteration}, {position}; {', '.join(taken)}"
 
 
-def bytes_to_read(config: CheckpointConfig, state: TrainingState) -> int:
+def bytes_to_read(config: CheckpointConfig, state: CheckpointState) -> int:
     """What this rank fills from a checkpoint, in its own dtypes; padding is in no file."""
     return sum(
         part.tensor.nbytes
@@ -111,12 +111,12 @@ def bytes_to_read(config: CheckpointConfig, state: TrainingState) -> int:
     )
 
 
-def _with_optimizer(config: CheckpointConfig, state: TrainingState) -> bool:
+def _with_optimizer(config: CheckpointConfig, state: CheckpointState) -> bool:
     return config.load_optim and not config.finetune and state.shards.has_moments
 
 
 def _check(
-    folder: Path, config: CheckpointConfig, state: TrainingState, with_optimizer: bool
+    folder: Path, config: CheckpointConfig, state: CheckpointState, with_optimizer: bool
 ) -> StoredState:
     before, here = model_config_of(folder), state.model_config
     require_same_structure(folder, before, here, use_checkpoint_args=config.use_checkpoint_args)
@@ -149,7 +149,7 @@ def _read(folder: Path, tensors: dict[str, GlobalTensor], advance: Callable[[int
         raise ValueError(damaged(folder, reason)) from error
 
 
-def _tensors_to_fill(state: TrainingState, with_optimizer: bool) -> dict[str, GlobalTensor]:
+def _tensors_to_fill(state: CheckpointState, with_optimizer: bool) -> dict[str, GlobalTensor]:
     tensors = {}
     for shard in state.shards.shards(with_moments=with_optimizer):
         layout = state.layouts[shard.name]
@@ -163,7 +163,7 @@ def _tensors_to_fill(state: TrainingState, with_optimizer: bool) -> dict[str, Gl
 
 
 def _restore_random_state(
-    folder: Path, stored: StoredState, state: TrainingState, seed: int
+    folder: Path, stored: StoredState, state: CheckpointState, seed: int
 ) -> None:
     ranks, rank = RankLayout.of(state.groups), dist.get_rank()
     if stored.ranks == ranks:

@@ -14,10 +14,10 @@ from megatron_untied.checkpoint.provenance import Provenance, is_of_run
 from megatron_untied.checkpoint.random_state import save_random_state
 from megatron_untied.checkpoint.run_config import write_run_config
 from megatron_untied.checkpoint.state import (
+    CheckpointState,
     Progress,
     RankLayout,
     StoredState,
-    TrainingState,
     tensors_of,
 )
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def save_checkpoint(
     directory: str | Path,
-    state: TrainingState,
+    state: CheckpointState,
     progress: Progress,
     *,
     run_config: Any = None,
@@ -84,7 +84,7 @@ def _publish(
             disk.retire(directory, before)
 
 
-def _tensors(state: TrainingState) -> dict[str, GlobalTensor]:
+def _tensors(state: CheckpointState) -> dict[str, GlobalTensor]:
     tensors = {}
     for shard in state.shards.shards(with_moments=state.shards.has_moments):
         layout = state.layouts[shard.name]
@@ -94,7 +94,7 @@ def _tensors(state: TrainingState) -> dict[str, GlobalTensor]:
     return tensors
 
 
-def _write_small_state(folder: Path, state: TrainingState, progress: Progress) -> None:
+def _write_small_state(folder: Path, state: CheckpointState, progress: Progress) -> None:
     StoredState(
         progress=progress,
         ranks=RankLayout.of(state.groups),

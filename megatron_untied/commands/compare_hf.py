@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import Tensor, multiprocessing
 
 import megatron_untied  # noqa: F401  (prepares megatron-core for a machine without CUDA)
-from megatron_untied.checkpoint import TrainingState, load_checkpoint
+from megatron_untied.checkpoint import CheckpointState, load_checkpoint
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.cli.flag_values import integer
 from megatron_untied.commands import documentation
@@ -162,7 +162,7 @@ def _rank(rank: int, num_ranks: int, folder: Path, flags: list[str], tokens: Ten
         model = build_model(
             config.model, config.parallel, config.memory, config.precision, groups, kernel=kernel
         ).eval()
-    state = TrainingState(
+    state = CheckpointState(
         model_config=config.model,
         layouts=parameter_layouts(model, config.model, tp_rank=0, tp_size=1),
         shards=ModelShards(model),

@@ -138,7 +138,7 @@ class RingAttention(Attention):
             lse = self.kernel.forward(
                 Qkv(x.q[rows], k, v), out=out[rows], mask=self._mask(step, s // 2)
             )
-            self.progress.called()
+            self.progress.kernel_call_completed()
             merge(total[rows], total_lse[..., rows], out[rows], lse)
         out.copy_(total)
         return total_lse
@@ -160,7 +160,7 @@ class RingAttention(Attention):
                 into=QkvGrads(dq[rows], dk, dv),
                 mask=self._mask(step, len(x.q) // 2),
             )
-            self.progress.called()
+            self.progress.kernel_call_completed()
             total[rows].add_(dq[rows])
             returning.finish(dkv)
             if step.index == 0:

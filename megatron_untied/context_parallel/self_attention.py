@@ -117,7 +117,7 @@ class UntiedUlyssesSelfAttention(SelfAttention):
             self.hidden_size_per_attention_head,
             context.ulysses,
             context.workspace,
-            context.progress.of_layer(layer_number - 1, config.num_layers, len(schedule.chunks)),
+            context.progress.for_layer(layer_number - 1, config.num_layers, len(schedule.chunks)),
         )
 
     def forward(

@@ -28,7 +28,6 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_untied.backends import Backend, choose_backend
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
 from megatron_untied.config.run import AttentionBackend, TransformerImpl
-from megatron_untied.context_parallel.buffer_plan import Workspace
 from megatron_untied.context_parallel.kernels import AttentionKernel, choose_kernel
 from megatron_untied.context_parallel.ring import Ring
 from megatron_untied.context_parallel.self_attention import (
@@ -36,6 +35,7 @@ from megatron_untied.context_parallel.self_attention import (
     UntiedUlyssesSelfAttention,
 )
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
 from megatron_untied.norms import deferred
 from megatron_untied.phases import MemoryCategory, Phase, allocating

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
-    ("platform", "config", "presets", "phases", "step_progress"),
+    ("platform", "config", "presets", "dtypes", "phases", "step_progress"),
     ("norms", "matmul", "backends", "rope", "flops", "tiling"),
     ("context_parallel",),
     ("streaming", "loss"),

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import Buffer, RingBuffers, Workspace
+from megatron_untied.context_parallel.buffer_plan import Buffer, RingBuffers
 from megatron_untied.context_parallel.exchange import ExchangeCounter
 from megatron_untied.context_parallel.kernels import (
     Attended,
@@ -43,6 +43,7 @@ from megatron_untied.context_parallel.kernels import (
 from megatron_untied.context_parallel.kv_gradients import KvAccumulator
 from megatron_untied.context_parallel.sequence import ring_blocks
 from megatron_untied.context_parallel.ulysses import Attention
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.step_progress import StepProgress
 
 

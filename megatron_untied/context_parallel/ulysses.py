@@ -29,10 +29,8 @@ from megatron_untied.context_parallel.buffer_plan import (
     BackwardBuffers,
     ForwardBuffers,
     LoadBuffers,
-    Memory,
     PerChunk,
     Sizes,
-    Workspace,
 )
 from megatron_untied.context_parallel.exchange import HeadExchange, HeadMajor, Work
 from megatron_untied.context_parallel.head_schedule import HeadSchedule, KernelCall
@@ -44,6 +42,7 @@ from megatron_untied.context_parallel.kernels import (
     QkvGrads,
 )
 from megatron_untied.context_parallel.kv_gradients import KvAccumulator, KvGradients, MakeSums
+from megatron_untied.context_parallel.workspace import Memory, Workspace
 from megatron_untied.step_progress import LayerProgress, StepProgress
 
 LogSumExps = list[list[Tensor]]

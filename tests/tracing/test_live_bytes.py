@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_untied.context_parallel.buffer_plan import Buffer
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.phases import Phase
 from megatron_untied.step_progress import StepProgress
-from megatron_untied.tracing.fake_tensor_cache import FastFakes
+from megatron_untied.tracing.fake_tensor_cache import FakeTensorCache
 from megatron_untied.tracing.live_bytes import LiveBytes
 
 MIB = 2**20
@@ -19,10 +21,10 @@ def modes(kind):
     if kind == "real":
         return contextlib.nullcontext(), LiveBytes(StepProgress())
     mode = FakeTensorMode()
-    return mode, LiveBytes(StepProgress(), FastFakes(mode) if kind == "fast" else None)
+    return mode, LiveBytes(StepProgress(), FakeTensorCache(mode) if kind == "cached" else None)
 
 
-@pytest.fixture(params=["real", "fake", "fast"])
+@pytest.fixture(params=["real", "fake", "cached"])
 def live(request):
     mode, live = modes(request.param)
     with mode, live:
@@ -114,8 +116,6 @@ def test_memory_can_be_the_hosts(live):
 
 
 def test_the_cause_of_a_peak_is_named():
-    from megatron_untied.context_parallel.buffer_plan import Buffer, Workspace
-
     with LiveBytes(StepProgress()) as live:
         queries = Buffer(name="q", memory="q", numel=MIB // 4, dtype=torch.float32)
         buffer = Workspace().take(queries, torch.device("cpu"))

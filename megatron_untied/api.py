@@ -1,7 +1,7 @@
 """The parts that work without the trainer: attention, streamed layers and token shards.
 
-The third part, :func:`megatron_untied.loss.chunked_cross_entropy.chunked_cross_entropy`, needs
-nothing around it. All three are attributes of :mod:`megatron_untied`.
+The third part, ``chunked_cross_entropy``, needs nothing around it: it is used from
+:mod:`megatron_untied.loss` as it is. All three are attributes of ``megatron_untied``.
 
 Letters in shapes: n tokens per rank, s = n * p tokens of the sequence over p context-parallel
 ranks, b micro-batch, h query heads, g key-value heads, d head width, m hidden size.
@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_untied.backends import choose_backend
 from megatron_untied.config import MemoryConfig, ParallelConfig, RotaryConfig
-from megatron_untied.context_parallel.buffer_plan import Workspace
 from megatron_untied.context_parallel.head_schedule import head_schedule
 from megatron_untied.context_parallel.kernels import Mask, Segments, choose_kernel
 from megatron_untied.context_parallel.ring import Ring, RingAttention
@@ -30,6 +29,7 @@ from megatron_untied.context_parallel.self_attention import (
 )
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout
 from megatron_untied.context_parallel.ulysses import Attention, LocalAttention, UntiedUlysses
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.megatron_lm.limits import check_config
 from megatron_untied.model import context_parallel_groups, layer_spec
 from megatron_untied.platform.device import current_device
@@ -86,7 +86,7 @@ def untied_attention(
         ```
 
     Args:
-        q: [n, b, h, d], this rank's tokens of all heads, as :func:`sequence_layout` deals them.
+        q: [n, b, h, d], this rank's tokens of all heads, as ``sequence_layout`` deals them.
         k: [n, b, g, d]; g divides h.
         v: [n, b, g, d].
         group: the Ulysses ranks, which trade tokens for heads; None is this rank alone.
@@ -100,7 +100,7 @@ def untied_attention(
             0 first and s last: tokens see their own document only. None is one document each.
         rotary: cosines and sines of the positions of this rank's tokens, fp32 [n, b or 1, 1,
             rot/2] each, by which q and k are rotated on their way, without a copy; see
-            :class:`megatron_untied.rope.RotaryTable`. None: q and k are used as they are.
+            ``megatron_untied.rope.RotaryTable``. None: q and k are used as they are.
 
     Returns:
         [n, b, h, d], this rank's tokens.
@@ -177,7 +177,7 @@ def _segments(
 
 
 class StreamedLayers(nn.ModuleList):
-    """Streamed transformer layers one after the other; see :func:`streamed_layers`."""
+    """Streamed transformer layers one after the other; see ``streamed_layers``."""
 
     def forward(self, hidden_states: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
         """[n, b, m] -> [n, b, m], in the same memory.
@@ -209,7 +209,7 @@ def streamed_layers(
     on the current device.
 
     megatron-core's parallel state must be initialized; the layers take the tensor-parallel and
-    context-parallel groups from it. Sequences are sharded as :func:`sequence_layout` does for the
+    context-parallel groups from it. Sequences are sharded as ``sequence_layout`` does for the
     context-parallel group: as ``group``, or with ``cp_comm_type="p2p"`` as ``ring_group``.
 
     Example:
@@ -222,8 +222,8 @@ def streamed_layers(
     Args:
         config: megatron-core's, with ``hidden_dropout=0``, ``attention_dropout=0`` and, for the
             layers of transformer_impl "local", ``use_cpu_initialization=True``.
-        heads_per_chunk: as in :func:`untied_attention`.
-        overlap: as in :func:`untied_attention`.
+        heads_per_chunk: as in ``untied_attention``.
+        overlap: as in ``untied_attention``.
         memory: what is kept for backward, and where. None keeps each layer's input on the device.
         rotary: rotary position embedding; None is that of base 10,000 over the whole head.
         documents: whether forward is given documents, which not every attention kernel can do.

@@ -263,3 +263,5 @@ def test_scripts(script):
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall("^rank .", done.stdout, re.M)) == ["rank 0", "rank 1"]
     assert "nan" not in done.stdout
+    page = (ROOT / "docs/api.md").read_text()
+    assert f"```python\n{script.read_text()}```" in page, "docs/api.md has another version of it"

@@ -1,7 +1,7 @@
 """The parts that work without the trainer: attention, streamed layers and token shards.
 
-The third part, ``chunked_cross_entropy``, needs nothing around it: it is used from
-:mod:`megatron_untied.loss` as it is. All three are attributes of ``megatron_untied``.
+The third part, ``chunked_cross_entropy``, needs nothing around it and is exported from
+:mod:`megatron_untied.loss`. All three are attributes of ``megatron_untied``.
 
 Letters in shapes: n tokens per rank, s = n * p tokens of the sequence over p context-parallel
 ranks, b micro-batch, h query heads, g key-value heads, d head width, m hidden size.

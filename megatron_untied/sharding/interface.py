@@ -8,7 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_untied.config.run import RunConfig
-from megatron_untied.model import UntiedGPTModel
+from megatron_untied.gpt_model import UntiedGPTModel
 from megatron_untied.sharding.parameter_layout import ParameterLayout
 from megatron_untied.sharding.shards import Shards
 from megatron_untied.step_progress import StepProgress

@@ -14,7 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.kernels.traced import TracedFlashAttention3
-from megatron_untied.model import UntiedGPTModel, build_model
+from megatron_untied.gpt_model import UntiedGPTModel
+from megatron_untied.model import Runtime, build_model
 from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.platform.device import current_device
 from megatron_untied.sharding.shards import Shard
@@ -103,9 +104,7 @@ class StepTracer:
             config.memory,
             config.precision,
             groups,
-            kernel=self.kernel,
-            arena=self.arena,
-            progress=progress,
+            runtime=Runtime(kernel=self.kernel, arena=self.arena, progress=progress),
         )
 
     def _keep_on_host(self, learner: Learner, shards: list[Shard]) -> None:

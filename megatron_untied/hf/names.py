@@ -42,7 +42,6 @@ class TensorMapping:
             global_shape=(self.num_rows, *rest),
             local_shape=(start, *rest),
             mappings=tuple(mappings),
-            is_copy=False,
         )
 
 

@@ -1,6 +1,6 @@
 """What cannot be in an architecture, whether flags, a checkpoint or a config.json describe it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 
 from megatron_untied.config import ModelConfig
@@ -9,6 +9,13 @@ Name = Callable[[str], str]
 
 MIN_NORM_EPSILON = 1e-12
 """Of fp32: with less, a row of zeros is divided by zero."""
+
+
+def first_few(items: Iterable[str], limit: int, separator: str = ", ") -> str:
+    """The first ``limit`` items for a message, and how many more there are."""
+    listed = list(items)
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return separator.join(listed[:limit]) + more
 
 
 def flag_name(field: str) -> str:

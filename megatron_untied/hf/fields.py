@@ -1,4 +1,4 @@
-"""JSON fields of which every single one must be understood."""
+"""Access to the fields of a JSON object that makes an unread field an error."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,10 @@ REQUIRED = object()
 
 
 class Fields:
-    """The fields of a JSON object; what nobody takes is an error, for it may change the model.
+    """The fields of a JSON object, each to be taken once.
 
-    A field that is null counts as one that is not there.
+    A field that is left over may change the model, so :meth:`end` refuses it. A null field counts
+    as missing.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str):
@@ -18,10 +19,10 @@ class Fields:
         self._left = {name: value for name, value in values.items() if value is not None}
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
-        """The value of a field, which from now on is understood.
+        """Remove a field and return its value.
 
         Raises:
-            ValueError: it is not there and there is no default.
+            ValueError: it is missing and there is no default.
         """
         value = self._left.pop(name, default)
         if value is REQUIRED:
@@ -29,35 +30,35 @@ class Fields:
         return value
 
     def take_or_null(self, name: str) -> Any:
-        """The value of a field that has to be there, but may be null.
+        """Remove a field that must be present but may be null, and return its value.
 
         Raises:
-            ValueError: it is not there.
+            ValueError: it is missing.
         """
         return self.take(name, None if name in self._names else REQUIRED)
 
-    def demand(self, name: str, only: Any) -> None:
-        """Take a field that may have one value only.
+    def demand(self, name: str, supported: Any) -> None:
+        """Remove a field that must be missing or have the value ``supported``.
 
         Raises:
-            ValueError: it has another.
+            ValueError: it has another value.
         """
-        value = self.take(name, only)
-        if value != only:
+        value = self.take(name, supported)
+        if value != supported:
             raise ValueError(
-                f"{self.source}: {name} is {value!r}, and models here have {only!r} only"
+                f"{self.source}: {name} is {value!r}, and only {supported!r} is supported"
             )
 
     def drop(self, names: frozenset[str]) -> None:
-        """Take fields that say nothing about the model."""
+        """Remove fields that do not affect the model."""
         for name in names:
             self._left.pop(name, None)
 
     def end(self) -> None:
-        """Check that everything was understood.
+        """Check that no field is left.
 
         Raises:
-            ValueError: with the names and values of what was not.
+            ValueError: with the names and values of those that are.
         """
         if self._left:
             listed = ", ".join(f"{name} = {self._left[name]!r}" for name in sorted(self._left))

@@ -35,7 +35,7 @@ def rotary_from_hf(fields: Fields, max_positions: int) -> RotaryConfig:
     """Take every rope field of a ``config.json``.
 
     Raises:
-        ValueError: a kind or field of scaling is not supported, or two fields contradict another.
+        ValueError: a kind or field of scaling is not supported, or two contradict each other.
     """
     base = fields.take("rope_theta", None)
     fields.demand("partial_rotary_factor", 1.0)

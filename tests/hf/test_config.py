@@ -237,7 +237,7 @@ def test_rejects_generations_that_contradict_each_other():
         (QWEN_25_7B, {"layer_types": ["sliding_attention"] * 28},
          "layer_types are 'sliding_attention' with use_sliding_window False"),
         (QWEN_25_7B, {"layer_types": ["linear_attention"] * 28}, "are 'linear_attention'"),
-        (QWEN_3_32B, {"attention_bias": True}, "attention_bias is True, and only False is supported"),
+        (QWEN_3_32B, {"attention_bias": True}, "attention_bias is True, and only False"),
         (QWEN_3_32B, {"quantization_config": {"quant_method": "awq"}},
          "the weights are quantized (quantization_config: awq)"),
         (LLAMA_31_8B, {"architectures": ["LlamaForSequenceClassification"]},

@@ -26,7 +26,7 @@ from megatron_untied.data.tokenizers import build_tokenizer
 from megatron_untied.gpt_model import UntiedGPTModel
 from megatron_untied.model import Runtime, attention_kernel, build_model
 from megatron_untied.platform import device
-from megatron_untied.training.errors import errors_told_once
+from megatron_untied.training.errors import print_error_once
 from megatron_untied.training.initialize import errors_in_one_line, read_launch
 from megatron_untied.training.loop import pretrain
 from megatron_untied.training.step import Batch
@@ -96,7 +96,7 @@ def forward_step(model, batch: Batch, token_weights: Tensor) -> Tensor:
 def main() -> None:
     """One rank of a run; torchrun starts as many as there are."""
     launch = read_launch()
-    with errors_told_once(launch):
+    with print_error_once(launch):
         with errors_in_one_line():
             config = parse_arguments(sys.argv[1:], world_size=launch.world_size)
         pretrain(

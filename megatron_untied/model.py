@@ -27,7 +27,6 @@ from torch.distributed import ProcessGroup
 from megatron_untied.backends import Backend, choose_backend
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
 from megatron_untied.config.run import AttentionBackend, TransformerImpl
-from megatron_untied.context_parallel.buffer_plan import Workspace
 from megatron_untied.context_parallel.kernels import AttentionKernel, choose_kernel
 from megatron_untied.context_parallel.ring import Ring
 from megatron_untied.context_parallel.self_attention import (
@@ -35,6 +34,7 @@ from megatron_untied.context_parallel.self_attention import (
     UntiedUlyssesSelfAttention,
 )
 from megatron_untied.context_parallel.sequence import SequenceLayout
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.gpt_model import NoCoreAttention, UntiedGPTModel, deferred
 from megatron_untied.platform.device import current_device
 from megatron_untied.rope import RotaryTable

@@ -1,7 +1,7 @@
-"""The phases of a training step, and what memory is for: one vocabulary for every report.
+"""Phases of a training step and categories of memory, shared by every report.
 
 The heartbeat reports phases, the tracer measures memory in them and the planner predicts it.
-Code states its phase with :meth:`.step_progress.StepProgress.phase` and what it allocates with
+Code enters a phase with :meth:`.step_progress.StepProgress.phase` and labels its allocations with
 :func:`allocating`.
 """
 
@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 
 class Phase(StrEnum):
-    """A part of a training run; phases nest, and the innermost one counts.
+    """A part of a training run. Phases nest; time and memory count for the innermost one.
 
-    ``FORWARD`` and ``BACKWARD`` cover all that has no phase of its own: the embedding, residuals,
-    gathered weights, and in layers without recomputation everything but attention.
+    ``FORWARD`` and ``BACKWARD`` cover everything without a phase of its own: the embedding,
+    residuals, gathered weights and, in layers without recomputation, everything but attention.
     """
 
     SETUP = "setup"
@@ -25,9 +25,9 @@ class Phase(StrEnum):
     FORWARD = "forward"
     ATTENTION_FORWARD = "attention forward"
     MLP_FORWARD = "MLP forward tiles"
-    """With the output projection before the MLP."""
+    """Includes the output projection of attention, which precedes the MLP."""
     LOSS = "loss"
-    """Forward and backward: the loss computes its gradients at once."""
+    """Forward and backward: the loss computes its gradients in its forward."""
     BACKWARD = "backward"
     RECOMPUTE_ATTENTION = "recompute attention"
     RECOMPUTE_MLP = "recompute MLP tiles"
@@ -35,15 +35,16 @@ class Phase(StrEnum):
     """Down to the gradient of attention's output."""
     ATTENTION_BACKWARD = "attention backward"
     QKV_BACKWARD = "QKV backward tiles"
-    """From the gradients of q, k and v to that of the layer's input."""
+    """From the gradients of q, k and v to the gradient of the layer's input."""
     OPTIMIZER = "optimizer step"
     LOADING = "loading"
-    """Of a checkpoint, as the next."""
+    """Reading a checkpoint."""
     SAVING = "saving"
+    """Writing a checkpoint."""
 
 
 class MemoryCategory(StrEnum):
-    """What bytes are allocated for."""
+    """Purpose of an allocation; the rows of the planner's and the tracer's tables."""
 
     STATES = "weights and moments"
     GRADIENTS = "gradients at rest"
@@ -65,15 +66,15 @@ class AllocationObserver(TorchDispatchMode):
     """A dispatch mode that attributes each allocation to a category; see :func:`allocating`."""
 
     category: str | None = None
-    """The innermost category stated; None where there is none."""
+    """The innermost category entered; None outside all of them."""
 
 
 @contextlib.contextmanager
 def allocating(category: str) -> Iterator[None]:
-    """State what the tensors made inside are for: a :class:`MemoryCategory` or a buffer's name.
+    """Label the tensors allocated inside with a :class:`MemoryCategory` or a buffer's name.
 
-    It reaches the observers on torch's stack of dispatch modes, which is per thread and which
-    autograd passes on to the threads of its backward. Without an observer it does nothing.
+    The label reaches every observer on torch's stack of dispatch modes. The stack is per thread;
+    autograd hands it on to the threads of its backward. Without an observer there is no effect.
     """
     observers = [
         mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, AllocationObserver)

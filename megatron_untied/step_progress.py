@@ -1,14 +1,14 @@
-"""Where a training step is: its phase, layer and chunk of heads, and how much attention is done.
+"""Position within a training step: phase, layer, chunk of heads, and fraction of attention done.
 
 At long sequences attention takes nearly all of the time, so progress is counted in attention. The
-training thread leaves marks: when a phase begins or ends, and when a chunk of heads begins and when
-it has been attended to. The tracer reads the phase of the host (:attr:`StepProgress.current`), the
-heartbeat's thread the last mark that the device has come to (:meth:`StepProgress.reached`). A mark
-is an event on the device's stream, so nothing waits for it; on a CPU, where work is done when its
-call returns, it is reached at once.
+training thread records a mark when a phase begins or ends, when attention to a chunk of heads
+begins, and when it is done. The tracer reads the phase of the host thread
+(:attr:`StepProgress.current_phase`); the heartbeat thread reads the last mark that the device has
+completed (:meth:`StepProgress.last_completed`). A mark is an event on the device's stream, so
+nothing waits for it. On a CPU, a mark is complete at once.
 
-One object serves one run. It is made by the loop and passed to the model, and its owner decides
-whether marks cost an event; backward may run in autograd's own thread.
+One object serves one run. The loop creates it and passes it to the model. Its creator decides
+whether marks record device events. Backward may run in a thread of autograd.
 """
 
 import contextlib
@@ -26,28 +26,29 @@ COST = {
     Phase.RECOMPUTE_ATTENTION: 1.0,
     Phase.ATTENTION_BACKWARD: 2.5,
 }
-"""Attention of one layer, in forwards: five matrix products instead of two."""
+"""Cost of attention in one layer, in forwards: backward has five matrix products, forward two."""
 
-MARKS_KEPT = 4096
-"""Where nobody asks which marks were reached, they are cleared away at every so many."""
+MAX_PENDING_MARKS = 4096
+"""Completed marks are discarded each time this many are pending, even without a reader."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank is. All ranks make the same marks, so places compare: smaller is earlier."""
+class StepPosition:
+    """Position of one rank. All ranks record the same marks, so their positions can be compared."""
 
     marks: int = 0
-    """Since the start of the run."""
-    calls: int = 0
-    """Of the kernel, in this chunk: ranks of one ring make the same."""
+    """Marks since the start of the run."""
+    kernel_calls: int = 0
+    """Kernel calls in this chunk; all ranks of a ring make the same number."""
     step: str = "start"
-    """What the run is at, such as ``iteration 7``."""
+    """Current step or activity, such as ``iteration 7``."""
     micro_batch: str = ""
-    """Which of several, in words."""
+    """Such as ``micro-batch 1 of 2``; empty where there is only one."""
     phase: str = Phase.SETUP
     layer: int | None = None
-    """Counted from 0, and so is ``chunk``; None outside layers, ``chunk`` outside attention."""
+    """Counted from 0; None outside layers."""
     chunk: int | None = None
+    """Counted from 0; None outside attention."""
     num_layers: int = 0
     num_chunks: int = 0
     units: float = 0.0
@@ -55,50 +56,61 @@ class Place:
     total_units: float = 0.0
 
     def __str__(self) -> str:
-        """In words, layers and chunks counted from 1."""
-        place = ", ".join(filter(None, (self.step, self.micro_batch, self.phase)))
+        """Text for a log line; layers and chunks are counted from 1."""
+        text = ", ".join(filter(None, (self.step, self.micro_batch, self.phase)))
         if self.layer is not None:
-            place += f", layer {self.layer + 1} of {self.num_layers}"
+            text += f", layer {self.layer + 1} of {self.num_layers}"
         if self.chunk is not None:
-            place += f", chunk {self.chunk + 1} of {self.num_chunks}"
-        return place
+            text += f", chunk {self.chunk + 1} of {self.num_chunks}"
+        return text
 
     @property
     def order(self) -> tuple[int, int]:
-        """Grows on the way through a run, alike on all ranks."""
-        return self.marks, self.calls
+        """Sort key: increases monotonically during a run, in the same way on all ranks.
+
+        A ring waits between the kernel calls of one chunk, so calls break ties between marks.
+        """
+        return self.marks, self.kernel_calls
 
     @property
     def fraction(self) -> float:
-        """Of the step's attention."""
+        """Fraction of the step's attention that is done; 0 where the total is not known."""
         return self.units / self.total_units if self.total_units else 0.0
 
 
 class StepProgress:
-    """Marks of the training thread, read by any thread."""
+    """Records marks in the training thread; any thread may read them."""
 
     def __init__(self, record: Callable[[], Any | None] = lambda: None):
-        """``record`` gives an event that the device will come to; None has happened already.
+        """Start at the position ``start, setup``.
 
-        With the default no event is recorded, for a model whose progress on the device is not read.
+        Args:
+            record: records a device event and returns it, or returns None if the work queued so
+                far is already complete. The default records nothing.
         """
         self._record = record
-        self._last = self._reached = Place()
-        self._ahead: deque[tuple[Any, Place]] = deque()
-        self._reading = threading.Lock()
+        self._last = self._reached = StepPosition()
+        self._pending: deque[tuple[Any, StepPosition]] = deque()  # recorded, not completed
+        self._reading = threading.Lock()  # the heartbeat and signal threads both read
         self.began = time.monotonic()
-        """When the step did, on the monotonic clock."""
+        """Start of the step on the monotonic clock, in seconds."""
 
     @property
-    def current(self) -> str:
-        """The phase of the training thread, which the device may not have come to."""
+    def current_phase(self) -> str:
+        """Phase of the training thread, which may be ahead of the device."""
         return self._last.phase
 
     def begin(self, step: str, total_units: float = 0.0, phase: Phase = Phase.DATA) -> None:
-        """A step, or something else that takes its time, begins with ``phase``."""
+        """Begin a step, or another long activity such as loading a checkpoint.
+
+        Args:
+            step: name in log lines, such as ``iteration 7``.
+            total_units: work in it, in the units of :meth:`advance`; 0 if unknown.
+            phase: its first phase.
+        """
         self.began = time.monotonic()
         marks = self._last.marks + 1
-        self._mark(Place(marks=marks, step=step, phase=phase, total_units=total_units))
+        self._mark(StepPosition(marks=marks, step=step, phase=phase, total_units=total_units))
 
     @contextlib.contextmanager
     def phase(
@@ -109,62 +121,63 @@ class StepProgress:
         layer: int | None = None,
         num_layers: int = 0,
     ) -> Iterator[None]:
-        """The step is in ``phase`` inside, and afterwards in the phase that it was in before.
-
-        After an error it stays where it was: that is the place to report.
+        """Enter ``phase``; on exit, return to the phase that was current before.
 
         Args:
-            phase: what the code inside does.
-            micro_batch: which of several, in words; None is that of the phase outside.
+            phase: the phase of the enclosed code.
+            micro_batch: such as ``micro-batch 1 of 2``; None inherits it from the outer phase.
             layer: counted from 0; None outside layers.
-            num_layers: of the model.
+            num_layers: layers of the model.
         """
         outer = self._last
-        self._go_on(
+        self._mark_next(
             phase=phase,
             micro_batch=outer.micro_batch if micro_batch is None else micro_batch,
             layer=layer,
             chunk=None,
             num_layers=num_layers,
         )
-        yield
-        self._mark(replace(outer, marks=self._last.marks + 1, calls=0, units=self._last.units))
+        yield  # no try: after an error the position stays here, which is what to report
+        self._mark(
+            replace(outer, marks=self._last.marks + 1, kernel_calls=0, units=self._last.units)
+        )
 
-    def called(self) -> None:
-        """One of several kernel calls between which ranks wait for each other is done."""
-        self._mark(replace(self._last, calls=self._last.calls + 1))
+    def kernel_call_completed(self) -> None:
+        """Record one of the several kernel calls of a chunk between which a ring exchanges."""
+        self._mark(replace(self._last, kernel_calls=self._last.kernel_calls + 1))
 
     def advance(self, units: float) -> None:
-        """So much of what :meth:`begin` announced is done; for what is not attention."""
+        """Add ``units`` of work other than attention, such as bytes read from a checkpoint."""
         self._mark(replace(self._last, units=self._last.units + units))
 
-    def of_layer(self, layer: int, num_layers: int, num_chunks: int) -> "LayerProgress":
-        """What the attention of ``layer`` (counted from 0) reports to."""
+    def for_layer(self, layer: int, num_layers: int, num_chunks: int) -> "LayerProgress":
+        """The object through which the attention of ``layer`` (counted from 0) reports."""
         return LayerProgress(self, layer, num_layers, num_chunks)
 
-    def reached(self) -> Place:
-        """The last mark that the device has come to."""
+    def last_completed(self) -> StepPosition:
+        """Position of the last mark that the device has completed; callable from any thread."""
         with self._reading:
-            while self._ahead and self._ahead[0][0].query():
-                self._reached = self._ahead.popleft()[1]
+            while self._pending and self._pending[0][0].query():
+                self._reached = self._pending.popleft()[1]
             return self._reached
 
-    def _go_on(self, **changes: Any) -> None:
-        self._mark(replace(self._last, marks=self._last.marks + 1, calls=0, **changes))
+    def _mark_next(self, **changes: Any) -> None:
+        self._mark(replace(self._last, marks=self._last.marks + 1, kernel_calls=0, **changes))
 
-    def _mark(self, place: Place) -> None:
-        self._last, event = place, self._record()
+    def _mark(self, position: StepPosition) -> None:
+        self._last, event = position, self._record()
         if event is None:
-            self._reached = place
+            self._reached = position
         else:
-            self._ahead.append((event, place))
-            if len(self._ahead) % MARKS_KEPT == 0:
-                self.reached()
+            # Appending to a deque is atomic, so the training thread takes no lock here.
+            self._pending.append((event, position))
+            if len(self._pending) % MAX_PENDING_MARKS == 0:
+                self.last_completed()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProgress:
-    """The same for the attention of one layer."""
+    """Progress of the attention of one layer, recorded in the step's marks."""
 
     step: StepProgress
     layer: int
@@ -172,17 +185,17 @@ class LayerProgress:
     num_chunks: int
 
     def phase(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
-        """The layer is in ``phase`` inside; see :meth:`StepProgress.phase`."""
+        """As :meth:`StepProgress.phase`, for this layer."""
         return self.step.phase(phase, layer=self.layer, num_layers=self.num_layers)
 
-    def chunk(self, index: int) -> None:
-        """Chunk ``index`` is there and attention to it begins, in the phase that is stated."""
-        self.step._go_on(
+    def begin_chunk(self, index: int) -> None:
+        """Record that chunk ``index`` has been exchanged and attention to it begins."""
+        self.step._mark_next(
             layer=self.layer, chunk=index, num_layers=self.num_layers, num_chunks=self.num_chunks
         )
 
-    def attended(self) -> None:
-        """Attention to the chunk is done; its results are not home yet."""
+    def chunk_completed(self) -> None:
+        """Record that attention to the chunk is done; its outputs are not exchanged back yet."""
         last = self.step._last
-        # Attention that is called by itself, outside a step, is in no phase and counts for none.
-        self.step._go_on(units=last.units + COST.get(last.phase, 0.0) / self.num_chunks)
+        # Attention called on its own, outside a step, has no phase and therefore no cost.
+        self.step._mark_next(units=last.units + COST.get(last.phase, 0.0) / self.num_chunks)

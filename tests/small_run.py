@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron_untied.checkpoint import TrainingState
+from megatron_untied.checkpoint import CheckpointState
 from megatron_untied.checkpoint.state import tensors_of
 from megatron_untied.config import ModelConfig, Precision
 from megatron_untied.sharding.initialize_weights import initialize_weights
@@ -59,7 +59,7 @@ class SmallRun:
     model: GPTModel
     wrapped: DistributedDataParallel
     optimizer: MegatronOptimizer
-    state: TrainingState
+    state: CheckpointState
 
     def train(self, iterations: range) -> None:
         """One optimizer step an iteration; the same numbers at every split."""
@@ -127,7 +127,7 @@ def small_run(
     layouts = parameter_layouts(
         model, model_config, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
     )
-    state = TrainingState(
+    state = CheckpointState(
         model_config=model_config,
         layouts=layouts,
         shards=OptimizerShards(optimizer, model),
@@ -191,11 +191,11 @@ def build_model(
     )
 
 
-def gather_state(run: SmallRun) -> dict[str, torch.Tensor]:
+def gather_state(state: CheckpointState) -> dict[str, torch.Tensor]:
     """Main values and moments of the whole model, on every rank; collective over all ranks."""
     held = {}
-    for shard in run.state.shards.shards(with_moments=True):
-        layout = run.state.layouts[shard.name]
+    for shard in state.shards.shards(with_moments=True):
+        layout = state.layouts[shard.name]
         for name, tensor in tensors_of(shard):
             held[name] = layout, layout.global_slices(tensor, shard.slices)
     return gather(held)

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
-    ("platform", "config", "presets", "phases", "step_progress"),
+    ("platform", "config", "presets", "dtypes", "phases", "step_progress"),
     ("norms", "matmul", "backends", "rope", "flops", "tiling"),
     ("context_parallel",),
     ("streaming", "loss"),
@@ -19,6 +19,7 @@ LAYERS = (
     ("training",),
     ("tracing",),
     ("cli",),
+    ("commands",),
 )
 """Packages and modules of ``megatron_untied`` from the ground up."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

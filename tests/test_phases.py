@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_untied
-from benchmarks.memory_trace import COLORS
+from megatron_untied.commands.trace import COLORS
 from megatron_untied.phases import AllocationObserver, MemoryCategory, Phase, allocating
 from megatron_untied.planner.plan import Plan
 from megatron_untied.step_progress import StepProgress
@@ -75,17 +75,17 @@ def test_a_category_without_an_observer_or_in_another_thread_reaches_nobody():
 
 def test_phases_nest_and_an_error_leaves_the_phase_it_came_from():
     progress = StepProgress()
-    assert progress.current is Phase.SETUP
+    assert progress.current_phase is Phase.SETUP
     with progress.phase(Phase.FORWARD, micro_batch="micro-batch 1 of 2"):
-        with progress.of_layer(2, num_layers=4, num_chunks=1).phase(Phase.MLP_FORWARD):
-            inside = str(progress.reached())
-        assert progress.current is Phase.FORWARD
-        assert progress.reached().layer is None
+        with progress.for_layer(2, num_layers=4, num_chunks=1).phase(Phase.MLP_FORWARD):
+            inside = str(progress.last_completed())
+        assert progress.current_phase is Phase.FORWARD
+        assert progress.last_completed().layer is None
     assert inside == "start, micro-batch 1 of 2, MLP forward tiles, layer 3 of 4"
-    assert (progress.current, progress.reached().micro_batch) == (Phase.SETUP, "")
+    assert (progress.current_phase, progress.last_completed().micro_batch) == (Phase.SETUP, "")
     with pytest.raises(RuntimeError), progress.phase(Phase.LOSS):
         raise RuntimeError
-    assert progress.current is Phase.LOSS
+    assert progress.current_phase is Phase.LOSS
 
 
 STREAMED = (

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from benchmarks.memory_trace import parse_own
 from megatron_untied.cli.arguments import parse_arguments, parse_flags
 from megatron_untied.cli.flags import FLAGS
 from megatron_untied.cli.planner_flags import complete, own_parser
+from megatron_untied.commands.trace import parse_own
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {

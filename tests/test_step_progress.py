@@ -1,4 +1,4 @@
-"""Progress is what the device has come to, and adds up to the step whatever a layer keeps."""
+"""Progress follows the device, and adds up to a whole step under every recompute setting."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.models import batch, make_model, parallel_groups, tiny
 
 
 class Device:
-    """Comes to the events recorded on it when it is told to."""
+    """Completes the events recorded on it up to the number in ``done``."""
 
     def __init__(self):
         self.recorded = self.done = 0
@@ -33,56 +33,66 @@ def test_progress_is_the_devices_not_the_hosts():
     device = Device()
     progress = StepProgress(device.record)
     progress.begin("iteration 1", total_units=7.0)
-    layer = progress.of_layer(2, num_layers=4, num_chunks=2)
+    layer = progress.for_layer(2, num_layers=4, num_chunks=2)
     with layer.phase(Phase.ATTENTION_FORWARD):
         for chunk in range(2):
-            layer.chunk(chunk)
-            layer.attended()
-        assert progress.current is Phase.ATTENTION_FORWARD
-    assert progress.current is Phase.DATA
-    assert str(progress.reached()) == "start, setup"
+            layer.begin_chunk(chunk)
+            layer.chunk_completed()
+        assert progress.current_phase is Phase.ATTENTION_FORWARD
+    assert progress.current_phase is Phase.DATA
+    assert str(progress.last_completed()) == "start, setup"
     device.done = 2
-    assert str(progress.reached()) == "iteration 1, attention forward, layer 3 of 4"
+    assert str(progress.last_completed()) == "iteration 1, attention forward, layer 3 of 4"
     device.done = 3
-    assert str(progress.reached()) == "iteration 1, attention forward, layer 3 of 4, chunk 1 of 2"
-    assert progress.reached().units == 0
+    assert (
+        str(progress.last_completed())
+        == "iteration 1, attention forward, layer 3 of 4, chunk 1 of 2"
+    )
+    assert progress.last_completed().units == 0
     device.done = device.recorded - 1
-    assert str(progress.reached()) == "iteration 1, attention forward, layer 3 of 4, chunk 2 of 2"
+    assert (
+        str(progress.last_completed())
+        == "iteration 1, attention forward, layer 3 of 4, chunk 2 of 2"
+    )
     device.done = device.recorded
-    assert str(progress.reached()) == "iteration 1, data loading"
-    assert progress.reached().fraction == 1 / 7
+    assert str(progress.last_completed()) == "iteration 1, data loading"
+    assert progress.last_completed().fraction == 1 / 7
 
 
-def test_marks_that_nobody_reads_do_not_pile_up():
+def test_marks_without_a_reader_do_not_accumulate():
     device = Device()
     progress = StepProgress(device.record)
     for _ in range(20_000):
-        progress.called()
+        progress.kernel_call_completed()
         device.done = device.recorded
-    assert len(progress._ahead) < 10_000
+    assert len(progress._pending) < 10_000
 
 
 def test_a_rank_that_has_attended_is_ahead_of_one_that_attends_to_the_same_chunk():
     ranks = [StepProgress(lambda: None) for _ in range(3)]
     for progress in ranks:
         progress.begin("iteration 1", 1.0)
-        progress.of_layer(0, 1, 1).chunk(0)
-    ranks[1].called()
-    ranks[2].of_layer(0, 1, 1).attended()
-    assert ranks[0].reached().order < ranks[1].reached().order < ranks[2].reached().order
+        progress.for_layer(0, 1, 1).begin_chunk(0)
+    ranks[1].kernel_call_completed()
+    ranks[2].for_layer(0, 1, 1).chunk_completed()
+    assert (
+        ranks[0].last_completed().order
+        < ranks[1].last_completed().order
+        < ranks[2].last_completed().order
+    )
 
 
 LAYERS, HEADS_PER_CHUNK = 3, 4
 
 
-def places_of_a_step(group, parallel: dict, memory: MemoryConfig) -> tuple[list, list, float]:
+def positions_of_a_step(group, parallel: dict, memory: MemoryConfig) -> tuple[list, list, float]:
     """What a forward and a backward mark: kinds with layers and chunks, orders; the fraction."""
     parallel = ParallelConfig(heads_per_chunk=HEADS_PER_CHUNK, **parallel)
     config, groups = tiny(num_layers=LAYERS), parallel_groups(parallel)
     progress, marked = StepProgress(), []
     model = make_model(config, parallel, memory, groups=groups, progress=progress)
     mark = progress._mark
-    progress._mark = lambda place: (marked.append(place), mark(place))
+    progress._mark = lambda position: (marked.append(position), mark(position))
     progress.begin("iteration 1", LAYERS * attention_units(memory))
     layout = model.decoder.layers[0].self_attention.context.layout
     shard = {name: layout.shard(x) for name, x in batch(config, 32, 1).items()}
@@ -90,8 +100,8 @@ def places_of_a_step(group, parallel: dict, memory: MemoryConfig) -> tuple[list,
         loss = model(**shard)
     with progress.phase(Phase.BACKWARD):
         loss.backward()
-    kinds = [(place.phase, place.layer, place.chunk) for place in marked if place.chunk is not None]
-    return kinds, [place.order for place in marked], progress.reached().fraction
+    kinds = [(at.phase, at.layer, at.chunk) for at in marked if at.chunk is not None]
+    return kinds, [at.order for at in marked], progress.last_completed().fraction
 
 
 MEMORIES = {
@@ -111,12 +121,12 @@ SPLITS = {
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_a_step_adds_up_to_all_of_its_attention(memory, split):
     ranks, parallel = SPLITS[split]
-    everyone = run_on_ranks(places_of_a_step, ranks, parallel, MEMORIES[memory])
-    places, orders, fraction = everyone[0]
+    all_ranks = run_on_ranks(positions_of_a_step, ranks, parallel, MEMORIES[memory])
+    positions, orders, fraction = all_ranks[0]
     assert fraction == pytest.approx(1.0)
     assert orders == sorted(orders)
-    assert all(its == orders for _, its, _ in everyone)  # so that places of ranks compare
-    seen = list(dict.fromkeys(places))
+    assert all(others == orders for _, others, _ in all_ranks)  # so positions of ranks compare
+    seen = list(dict.fromkeys(positions))
     chunks = [(layer, chunk) for layer in range(LAYERS) for chunk in range(2)]
     forward = [(Phase.ATTENTION_FORWARD, *chunk) for chunk in chunks]
     assert seen[: len(forward)] == forward
@@ -139,5 +149,5 @@ def test_what_is_no_attention_advances_by_its_own_units():
     progress.begin("iter_0000003", total_units=200, phase=Phase.LOADING)
     for _ in range(3):
         progress.advance(50)
-    assert progress.reached().fraction == 0.75
-    assert str(progress.reached()) == "iter_0000003, loading"
+    assert progress.last_completed().fraction == 0.75
+    assert str(progress.last_completed()) == "iter_0000003, loading"

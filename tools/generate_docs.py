@@ -1,7 +1,9 @@
 """Write the generated pages of the documentation: flags, files, and the table of settings.
 
-python tools/generate_docs.py            # write docs/{flags,files,choosing_settings}.md
-python tools/generate_docs.py --check    # exit 1 if one of them is out of date
+    python tools/generate_docs.py            # write docs/{flags,files,choosing_settings}.md
+    python tools/generate_docs.py --check    # exit 1 if one of them is out of date
+
+The pages are committed; a test compares them with the code.
 """
 
 import argparse
@@ -74,6 +76,7 @@ GROUPS = {
     "The trainer": ("config", "cli", "training", "sharding", "data", "checkpoint"),
     "Conversion and Megatron-LM": ("hf", "megatron_lm"),
     "Planning": ("planner", "tracing", "presets"),
+    "Programs": ("commands",),
     "Machines": ("platform",),
 }
 """Folders of the package, in the order in which a reader wants them."""

@@ -1,85 +1,8 @@
-"""Draw which heads each rank attends with in each chunk, and when keys and values travel.
+"""``megatron-untied-plot-schedule``, from a checkout."""
 
-    python tools/plot_schedule.py --heads 32 --kv-heads 8 --ranks 8 --heads-per-chunk 8
+import sys
 
-A row is a rank, a column a chunk, and a color a key-value head.
-"""
-
-import argparse
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot
-
-from megatron_untied.cli.flag_values import count
-from megatron_untied.context_parallel.head_schedule import (
-    ChunkAssignment,
-    HeadSchedule,
-    head_schedule,
-)
-
-
-def span(heads: range) -> str:
-    """Such as 3 or 3-5."""
-    return f"{heads[0]}" if len(heads) == 1 else f"{heads[0]}-{heads[-1]}"
-
-
-def words(assignment: ChunkAssignment) -> str:
-    """What one rank does in one chunk."""
-    lines = [f"q {span(assignment.query_heads)}" if assignment.query_heads else "waits"]
-    if assignment.kv_to_load:
-        lines.append(f"k, v {span(assignment.kv_to_load)} arrive")
-    if assignment.kv_finished:
-        lines.append(f"dk, dv {span(assignment.kv_finished)} leave")
-    return "\n".join(lines)
-
-
-def draw(schedule: HeadSchedule):
-    """A figure with a row for each rank and a column for each chunk; a color is a kv head."""
-    num_chunks, num_ranks = len(schedule.chunks), len(schedule.chunks[0])
-    size = 1.5 + 1.7 * num_chunks, 0.8 + 0.62 * num_ranks
-    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-    colors = pyplot.get_cmap("Pastel1")
-    for chunk, assignments in enumerate(schedule.chunks):
-        for rank, assignment in enumerate(assignments):
-            color = colors(assignment.kv_heads[0] % 9) if assignment.query_heads else "white"
-            axes.add_patch(pyplot.Rectangle((chunk, rank), 1, 1, facecolor=color, edgecolor="gray"))
-            axes.text(
-                chunk + 0.5,
-                rank + 0.5,
-                words(assignment),
-                ha="center",
-                va="center",
-                fontsize="small",
-            )
-    axes.set(xlim=(0, num_chunks), ylim=(num_ranks, 0), xlabel="chunk", ylabel="rank")
-    axes.set_xticks([chunk + 0.5 for chunk in range(num_chunks)], range(num_chunks))
-    axes.set_yticks([rank + 0.5 for rank in range(num_ranks)], range(num_ranks))
-    return figure
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Schedule, draw, save."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--heads", type=count, required=True, help="query heads")
-    parser.add_argument("--kv-heads", type=count, required=True, help="key-value heads")
-    parser.add_argument("--ranks", type=count, required=True, help="that trade sequence for heads")
-    parser.add_argument("--heads-per-chunk", type=count, required=True, help="over all ranks")
-    parser.add_argument("--output", type=Path, default=Path("schedule.png"), help="image")
-    own = parser.parse_args(argv)
-    try:
-        schedule = head_schedule(own.heads, own.kv_heads, own.ranks, own.heads_per_chunk)
-        own.output.parent.mkdir(parents=True, exist_ok=True)
-        draw(schedule).savefig(own.output, dpi=110)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    print(f"wrote {own.output}")
-
+from megatron_untied.commands.plot_schedule import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,63 +1,8 @@
-"""torchrun for the launchers: its arguments, and no traceback of its own when ranks end early.
+"""``megatron-untied-torchrun``, from a checkout."""
 
-    python tools/torchrun.py --nproc-per-node 8 pretrain_gpt.py FLAGS
-
-Differs from torchrun in three things. A host to meet at whose name does not resolve is one line
-after half a minute. Ranks that end with an error have said why; here is one more line. And where
-the ranks finish their step on SIGTERM (--exit-signal-handler), it waits for them as long as they
-take: torchrun kills them 30 seconds after the signal, unless --shutdown-timeout is given.
-"""
-
-import os
 import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
-from datetime import timedelta
 
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-from megatron_untied.platform.host_names import require_resolvable
-
-SHUTDOWN_SECONDS = int(timedelta(days=1).total_seconds())
-"""Longer than a step and a checkpoint; whoever sent the signal kills when its own patience ends."""
-SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""torchrun's own environment variable."""
-
-
-def main(argv: Sequence[str]) -> int:
-    """Start ranks and wait for them; the exit status."""
-    parser = torchrun.get_args_parser()
-    parser.description, parser.formatter_class = __doc__, RawDescriptionHelpFormatter
-    args = parser.parse_args(argv)
-    try:
-        require_meeting_place(args)
-        finishes_step = "--exit-signal-handler" in args.training_script_args
-        chosen = args.shutdown_timeout is not None or SHUTDOWN_TIMEOUT in os.environ  # noqa: TID251 - torchrun's
-        if finishes_step and not chosen:
-            args.shutdown_timeout = SHUTDOWN_SECONDS
-        torchrun.run(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        signaled = f" ({failure.signal_name()})" if failure.exitcode < 0 else ""
-        print(f"rank {rank} ended with status {failure.exitcode}{signaled}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException as error:
-        print(f"all ranks of this node ended after {error.sigval.name}", file=sys.stderr)
-        return 128 + error.sigval
-    return 0
-
-
-def require_meeting_place(args: Namespace) -> None:
-    """Raises ``ValueError`` if the host where nodes meet does not resolve."""
-    endpoint = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
-    host, setting = (endpoint, "--rdzv-endpoint") if endpoint else (args.master_addr, "MASTER_ADDR")
-    require_resolvable(host, setting, say=lambda line: print(line, file=sys.stderr))
-
+from megatron_untied.commands.torchrun import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

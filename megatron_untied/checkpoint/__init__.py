@@ -10,7 +10,7 @@ from megatron_untied.checkpoint.provenance import Provenance, Samples
 from megatron_untied.checkpoint.run_config import read_model_config
 from megatron_untied.checkpoint.save import save_checkpoint
 from megatron_untied.checkpoint.start import Start, find_start
-from megatron_untied.checkpoint.state import Progress, TrainingState
+from megatron_untied.checkpoint.state import CheckpointState, Progress
 from megatron_untied.config.checkpoint import CheckpointConfig
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Provenance",
     "Samples",
     "Start",
-    "TrainingState",
+    "CheckpointState",
     "bytes_to_read",
     "describe_loading",
     "find_start",

@@ -25,10 +25,10 @@ from megatron_untied.checkpoint.random_state import (
 from megatron_untied.checkpoint.run_config import model_config_of
 from megatron_untied.checkpoint.start import Start, find_start
 from megatron_untied.checkpoint.state import (
+    CheckpointState,
     Progress,
     RankLayout,
     StoredState,
-    TrainingState,
     tensor_names,
     tensors_of,
 )
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 def load_checkpoint(
     config: CheckpointConfig,
-    state: TrainingState,
+    state: CheckpointState,
     *,
     seed: int,
     start: Start | None = None,
@@ -106,7 +106,7 @@ def describe_loading(config: CheckpointConfig, start: Start) -> str:
     return f"loaded {start.folder}: iteration {progress.iteration}, {position}; {', '.join(taken)}"
 
 
-def bytes_to_read(config: CheckpointConfig, state: TrainingState) -> int:
+def bytes_to_read(config: CheckpointConfig, state: CheckpointState) -> int:
     """Bytes that this rank fills from a checkpoint, in its own dtypes; padding is in no file."""
     return sum(
         part.tensor.nbytes
@@ -116,12 +116,12 @@ def bytes_to_read(config: CheckpointConfig, state: TrainingState) -> int:
     )
 
 
-def _with_optimizer(config: CheckpointConfig, state: TrainingState) -> bool:
+def _with_optimizer(config: CheckpointConfig, state: CheckpointState) -> bool:
     return config.load_optim and not config.finetune and state.shards.has_moments
 
 
 def _check(
-    folder: Path, config: CheckpointConfig, state: TrainingState, with_optimizer: bool
+    folder: Path, config: CheckpointConfig, state: CheckpointState, with_optimizer: bool
 ) -> StoredState:
     """Everything that can be refused, cheapest first; reads only small files and the index."""
     before, here = model_config_of(folder), state.model_config
@@ -146,7 +146,7 @@ def _check(
     return stored
 
 
-def _tensors_to_fill(state: TrainingState, with_optimizer: bool) -> dict[str, GlobalTensor]:
+def _tensors_to_fill(state: CheckpointState, with_optimizer: bool) -> dict[str, GlobalTensor]:
     tensors = {}
     for shard in state.shards.shards(with_moments=with_optimizer):
         layout = state.layouts[shard.name]
@@ -160,7 +160,7 @@ def _tensors_to_fill(state: TrainingState, with_optimizer: bool) -> dict[str, Gl
 
 
 def _restore_random_state(
-    folder: Path, stored: StoredState, state: TrainingState, seed: int
+    folder: Path, stored: StoredState, state: CheckpointState, seed: int
 ) -> None:
     ranks, rank = RankLayout.of(state.groups), dist.get_rank()
     if stored.ranks == ranks:

@@ -14,10 +14,10 @@ from megatron_untied.checkpoint.provenance import Provenance, is_of_run
 from megatron_untied.checkpoint.random_state import save_random_state
 from megatron_untied.checkpoint.run_config import write_run_config
 from megatron_untied.checkpoint.state import (
+    CheckpointState,
     Progress,
     RankLayout,
     StoredState,
-    TrainingState,
     tensors_of,
 )
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def save_checkpoint(
     directory: str | Path,
-    state: TrainingState,
+    state: CheckpointState,
     progress: Progress,
     *,
     run_config: Any = None,

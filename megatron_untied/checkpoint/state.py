@@ -27,7 +27,7 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingState:
+class CheckpointState:
     """The live objects of a run: saving reads them, loading writes into them."""
 
     model_config: ModelConfig

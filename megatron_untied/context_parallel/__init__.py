@@ -19,7 +19,7 @@ Read :mod:`.ulysses` first: it is the method, a loop over chunks of heads that l
 (project, rotate, exchange), attends, and sends the result home. What it is made of:
 
 - :mod:`.head_schedule`: which heads travel when, in integers;
-- :mod:`.buffer_plan`: which memory that takes, in integers, and the workspace that holds it;
+- :mod:`.buffer_plan`: which memory that takes, in integers; :mod:`.workspace` holds it;
 - :mod:`.exchange`: the all-to-all, and tensors that lie chunk by chunk so that it copies nothing;
 - :mod:`.kernels`: one contract for all attention kernels;
 - :mod:`.ring`: attention where r ranks hold the tokens of one head;

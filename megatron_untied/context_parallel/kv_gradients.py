@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import KvGradBuffers, Memory
+from megatron_untied.context_parallel.buffer_plan import KvGradBuffers
 from megatron_untied.context_parallel.exchange import HeadExchange, blocks
 from megatron_untied.context_parallel.head_schedule import ChunkAssignment
+from megatron_untied.context_parallel.workspace import Memory
 
 KvPair = tuple[Tensor, Tensor]
 """dK and dV: [s/r, b, key-value heads, d] each."""

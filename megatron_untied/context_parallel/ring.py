@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import Buffer, RingBuffers, Workspace
+from megatron_untied.context_parallel.buffer_plan import Buffer, RingBuffers
 from megatron_untied.context_parallel.exchange import ExchangeCounter
 from megatron_untied.context_parallel.kernels import (
     Attended,
@@ -43,6 +43,7 @@ from megatron_untied.context_parallel.kernels import (
 from megatron_untied.context_parallel.kv_gradients import KvAccumulator
 from megatron_untied.context_parallel.sequence import ring_blocks
 from megatron_untied.context_parallel.ulysses import Attention
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.step_progress import StepProgress
 
 
@@ -138,7 +139,7 @@ class RingAttention(Attention):
             lse = self.kernel.forward(
                 Qkv(x.q[rows], k, v), out=out[rows], mask=self._mask(step, s // 2)
             )
-            self.progress.called()
+            self.progress.kernel_call_completed()
             merge(total[rows], total_lse[..., rows], out[rows], lse)
         out.copy_(total)
         return total_lse
@@ -160,7 +161,7 @@ class RingAttention(Attention):
                 into=QkvGrads(dq[rows], dk, dv),
                 mask=self._mask(step, len(x.q) // 2),
             )
-            self.progress.called()
+            self.progress.kernel_call_completed()
             total[rows].add_(dq[rows])
             returning.finish(dkv)
             if step.index == 0:

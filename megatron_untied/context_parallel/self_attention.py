@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import Sizes, Workspace, head_major_slots
+from megatron_untied.context_parallel.buffer_plan import Sizes, head_major_slots
 from megatron_untied.context_parallel.exchange import DeviceHeadMajor, HeadMajorLayout, blocks
 from megatron_untied.context_parallel.head_schedule import head_schedule
 from megatron_untied.context_parallel.kernels import AttentionKernel, Mask, Qkv, QkvGrads
@@ -27,6 +27,7 @@ from megatron_untied.context_parallel.ulysses import (
     SavedAttention,
     UntiedUlysses,
 )
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.rope import RotaryTable, rotate_
 from megatron_untied.step_progress import StepProgress
@@ -117,7 +118,7 @@ class UntiedUlyssesSelfAttention(SelfAttention):
             self.hidden_size_per_attention_head,
             context.ulysses,
             context.workspace,
-            context.progress.of_layer(layer_number - 1, config.num_layers, len(schedule.chunks)),
+            context.progress.for_layer(layer_number - 1, config.num_layers, len(schedule.chunks)),
         )
 
     def forward(

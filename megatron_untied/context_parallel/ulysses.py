@@ -29,10 +29,8 @@ from megatron_untied.context_parallel.buffer_plan import (
     BackwardBuffers,
     ForwardBuffers,
     LoadBuffers,
-    Memory,
     PerChunk,
     Sizes,
-    Workspace,
 )
 from megatron_untied.context_parallel.exchange import HeadExchange, HeadMajor, Work
 from megatron_untied.context_parallel.head_schedule import HeadSchedule, KernelCall
@@ -44,6 +42,7 @@ from megatron_untied.context_parallel.kernels import (
     QkvGrads,
 )
 from megatron_untied.context_parallel.kv_gradients import KvAccumulator, KvGradients, MakeSums
+from megatron_untied.context_parallel.workspace import Memory, Workspace
 from megatron_untied.step_progress import LayerProgress, StepProgress
 
 LogSumExps = list[list[Tensor]]
@@ -128,7 +127,7 @@ class UntiedUlysses:
     ):
         """``progress`` is given the beginning and end of every chunk."""
         self.schedule, self.head_width, self.workspace = schedule, head_width, workspace
-        self.progress = progress or StepProgress().of_layer(0, 1, len(schedule.chunks))
+        self.progress = progress or StepProgress().for_layer(0, 1, len(schedule.chunks))
         self.exchange = HeadExchange(group)
 
     def forward(self, x: Projections, out: HeadMajor, attention: Attention) -> LogSumExps:
@@ -144,7 +143,7 @@ class UntiedUlysses:
             if self.schedule.overlap:
                 loading = self._load(j + 1, inputs, loaded)  # travels while this chunk attends
 
-            self.progress.chunk(j)
+            self.progress.begin_chunk(j)
             if self.exchange.size > 1:
                 o = memory.head_sharded(buffers.out[j], len(mine.query_heads))
             else:  # nothing will travel: attend into the slot itself
@@ -155,7 +154,7 @@ class UntiedUlysses:
                     for call in mine.kernel_calls
                 ]
             )
-            self.progress.attended()
+            self.progress.chunk_completed()
 
             returning.send(j, o, into=out)  # [s/r, b, u/a, d] -> [n, b, u, d]
             if not self.schedule.overlap:
@@ -188,7 +187,7 @@ class UntiedUlysses:
             if self.schedule.overlap:
                 loading = self._load(j + 1, inputs, loaded)  # travels while this chunk attends
 
-            self.progress.chunk(j)
+            self.progress.begin_chunk(j)
             dkv.begin(mine)
             dq = loaded.d_out
             if not buffers.dq_over_d_out:
@@ -202,7 +201,7 @@ class UntiedUlysses:
                     dq=dq[:, :, columns],
                     dkv=dkv.of(call.kv_heads),
                 )
-            self.progress.attended()
+            self.progress.chunk_completed()
 
             # This chunk's dO has arrived on every rank: its slot is free for dQ.
             returning.send(j, dq, into=d_out)  # [s/r, b, u/a, d] -> [n, b, u, d]

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megatron_untied.backends import choose_backend
 from megatron_untied.config import MemoryConfig, RotaryConfig
-from megatron_untied.context_parallel.buffer_plan import Workspace
 from megatron_untied.context_parallel.kernels import choose_kernel
 from megatron_untied.context_parallel.ring import Ring
 from megatron_untied.context_parallel.self_attention import AttentionContext
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.megatron_lm.limits import check_config, comm_types
 from megatron_untied.megatron_lm.zigzag import ZigzagReorder
 from megatron_untied.model import layer_submodules, streaming_context

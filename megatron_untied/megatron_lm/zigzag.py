@@ -7,7 +7,7 @@ kernel wants them in the order of their positions.
 
 from torch import Tensor
 
-from megatron_untied.context_parallel.buffer_plan import Buffer, ReorderBuffers, Workspace
+from megatron_untied.context_parallel.buffer_plan import Buffer, ReorderBuffers
 from megatron_untied.context_parallel.kernels import (
     Attended,
     AttentionKernel,
@@ -15,6 +15,7 @@ from megatron_untied.context_parallel.kernels import (
     Qkv,
     QkvGrads,
 )
+from megatron_untied.context_parallel.workspace import Workspace
 
 
 def megatron_blocks(num_ranks: int) -> list[int]:

@@ -13,16 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatron_untied.context_parallel.buffer_plan import (
-    Sizes,
-    Staging,
-    Workspace,
-    head_major_slots,
-)
+from megatron_untied.context_parallel.buffer_plan import Sizes, Staging, head_major_slots
 from megatron_untied.context_parallel.exchange import DeviceHeadMajor, HeadMajor, HeadMajorLayout
 from megatron_untied.context_parallel.kv_gradients import MakeSums
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import LogSumExps
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.phases import MemoryCategory, allocating
 from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.copy_engine import Copy

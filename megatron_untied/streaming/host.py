@@ -7,13 +7,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import (
-    Buffer,
-    Staging,
-    Workspace,
-    row_tiles,
-)
+from megatron_untied.context_parallel.buffer_plan import Buffer, Staging, row_tiles
 from megatron_untied.context_parallel.exchange import DeviceHeadMajor, HeadMajor, HeadMajorLayout
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host_arena import HostArena, HostSlot, prefetch
 from megatron_untied.streaming.rows import Rows

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import Sizes, Workspace, sum_rows
+from megatron_untied.context_parallel.buffer_plan import Sizes, sum_rows
 from megatron_untied.context_parallel.kv_gradients import KvPair, KvSums
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.host_arena import HostArena, prefetch
 
 

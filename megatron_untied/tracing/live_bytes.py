@@ -130,7 +130,10 @@ class LiveBytes(AllocationObserver):
             self._change(alive, storage.nbytes())
 
     def _track(self, storage: torch.UntypedStorage) -> _Alive:
-        key, cause = storage._cdata, self.category or f"other, made in {self._progress.current}"
+        key, cause = (
+            storage._cdata,
+            self.category or f"other, made in {self._progress.current_phase}",
+        )
         reference = weakref.ref(storage, lambda _: self._forget(key))
         self._alive[key] = alive = _Alive(reference, 0, cause)
         self._change(alive, storage.nbytes())
@@ -145,7 +148,7 @@ class LiveBytes(AllocationObserver):
         self.num_bytes += grown
         self._by_cause[alive.cause] += grown
         if grown > 0:
-            self._note_peak(self._progress.current)
+            self._note_peak(self._progress.current_phase)
 
     def _note_peak(self, name: str) -> None:
         if not self.timeline or self.timeline[-1][0] != name:

@@ -30,7 +30,7 @@ from megatron_untied.tracing.fake_collectives import (
 from megatron_untied.tracing.fake_tensor_cache import FastFakes
 from megatron_untied.tracing.live_bytes import LiveBytes, Peak
 from megatron_untied.training.initialize import make_groups
-from megatron_untied.training.state import Learner, build_learner
+from megatron_untied.training.state import TrainState, build_train_state
 from megatron_untied.training.step import Batch, forward_backward
 
 
@@ -76,24 +76,26 @@ class StepTracer:
             self.arena = HostArena.for_device(current_device())
 
     def run(self, groups: ProcessGroupCollection) -> StepTrace:
-        """Build the learner and do one step."""
+        """Build the train state and do one step."""
         with self.mode, self.live, fsdp_categories():
             with allocating(MemoryCategory.STATES):
-                learner = build_learner(self._build_model, self.config, groups, self.progress)
+                train_state = build_train_state(
+                    self._build_model, self.config, groups, self.progress
+                )
                 # Of a step that is not the first: megatron-core makes moments at the end of that.
-                shards = list(learner.state.shards.shards(with_moments=True))
+                shards = list(train_state.checkpoint_state.shards.shards(with_moments=True))
             if self.config.optimization.optimizer_cpu_offload:
-                self._keep_on_host(learner, shards)
+                self._keep_on_host(train_state, shards)
             del shards
             model_state_bytes = self.live.num_bytes
             with allocating(MemoryCategory.INPUTS):
                 batches = _batches(self.config, groups)
-            learner.sharding.zero_grad()
+            train_state.sharding.zero_grad()
             tokens = self.config.batch.tokens
-            forward_backward(learner, batches, tokens, self._forward_step)
+            forward_backward(train_state, batches, tokens, self._forward_step)
             with self.progress.phase(Phase.OPTIMIZER):
-                update(learner.sharding)
-        return self._result(learner.model, model_state_bytes)
+                update(train_state.sharding)
+        return self._result(train_state.model, model_state_bytes)
 
     def _build_model(
         self, config: RunConfig, groups: ProcessGroupCollection, progress: StepProgress
@@ -107,14 +109,14 @@ class StepTracer:
             runtime=Runtime(kernel=self.kernel, arena=self.arena, progress=progress),
         )
 
-    def _keep_on_host(self, learner: Learner, shards: list[Shard]) -> None:
+    def _keep_on_host(self, train_state: TrainState, shards: list[Shard]) -> None:
         """Rows, moments and gradients are where the optimizer is: in a trace both are the CPU."""
         for shard in shards:
             for tensor in (shard.value, *shard.moments.values()):
                 self.live.move_to_host(tensor)
-        for state in learner.sharding.adam.state.values():
+        for state in train_state.sharding.adam.state.values():
             self.live.move_to_host(state["step"])
-        for parameter in learner.model.parameters():
+        for parameter in train_state.model.parameters():
             parameter.register_post_accumulate_grad_hook(
                 lambda p: self.live.move_to_host(p.grad.to_local())
             )

@@ -18,7 +18,7 @@ MEETING_SECONDS = 20.0
 
 
 @contextlib.contextmanager
-def errors_told_once(launch: Launch) -> Iterator[None]:
+def print_error_once(launch: Launch) -> Iterator[None]:
     """Ends the process with status 1 on a :class:`UserError`, which the lowest such rank prints.
 
     An interrupt from the keyboard ends it with status 130.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_untied.config.run import LoopConfig, RunConfig
 from megatron_untied.platform import device
-from megatron_untied.step_progress import Place
+from megatron_untied.step_progress import StepPosition
 from megatron_untied.training.initialize import Launch
 from megatron_untied.training.liveness import Heartbeat
 from megatron_untied.training.reporting import Reporter
@@ -200,7 +200,7 @@ def watch_training(
     )
 
 
-def what_follows(place: Place, save: str | None, time_left: timedelta | None) -> str:
+def what_follows(place: StepPosition, save: str | None, time_left: timedelta | None) -> str:
     """What a postponed signal leads to and when, for a run that is at ``place``.
 
     Args:
@@ -208,7 +208,7 @@ def what_follows(place: Place, save: str | None, time_left: timedelta | None) ->
         save: the folder of checkpoints, if there is one.
         time_left: of the step, if it can be told.
     """
-    if place.step == Place().step:
+    if place.step == StepPosition().step:
         return "exiting before the first iteration"
     then = "then exiting"
     if not place.step.startswith("checkpoint"):

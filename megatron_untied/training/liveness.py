@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_untied.config.run import RunConfig
 from megatron_untied.phases import Phase
 from megatron_untied.platform import device
-from megatron_untied.step_progress import Place, StepProgress
+from megatron_untied.step_progress import StepPosition, StepProgress
 from megatron_untied.training.initialize import Launch
 
 SHOWN = 8
@@ -27,10 +27,10 @@ class Whereabouts:
     store: dist.Store
     rank: int
     world_size: int
-    _told: Place | None = None
-    _heard: dict[int, Place] = field(default_factory=dict)
+    _told: StepPosition | None = None
+    _heard: dict[int, StepPosition] = field(default_factory=dict)
 
-    def tell(self, place: Place) -> None:
+    def tell(self, place: StepPosition) -> None:
         """Let the others know; costs one message to the store, and none if nothing is new."""
         if place == self._told or self.world_size == 1:
             return
@@ -40,7 +40,7 @@ class Whereabouts:
             return
         self._told = place
 
-    def ask(self) -> dict[int, Place]:
+    def ask(self) -> dict[int, StepPosition]:
         """Every rank's last place; a rank that has told none is left out.
 
         Once the store is gone it is what was heard before.
@@ -49,12 +49,12 @@ class Whereabouts:
         try:
             there = {rank: key for rank, key in keys.items() if self.store.check([key])}
             for rank, key in there.items():
-                self._heard[rank] = Place(**json.loads(self.store.get(key)))
+                self._heard[rank] = StepPosition(**json.loads(self.store.get(key)))
         except dist.DistError:
             pass
         return self._heard
 
-    def explain(self, here: Place) -> str:
+    def explain(self, here: StepPosition) -> str:
         """Which ranks have not come as far as this one, or as far as the others."""
         places = self.ask() | {self.rank: here}
         first = min(place.order for place in places.values())
@@ -73,7 +73,7 @@ class Whereabouts:
         return me
 
 
-def _last(ranks: list[int], places: dict[int, Place]) -> str:
+def _last(ranks: list[int], places: dict[int, StepPosition]) -> str:
     """Where some ranks were when they last told, each place once."""
     at: dict[str, list[int]] = {}
     for rank in ranks:
@@ -116,7 +116,7 @@ class Heartbeat:
         most = LONGEST_PAUSE_SECONDS
         self._pause = min(most, timeout_seconds / 10, every_seconds or most)
         self._said = self._moved = time.monotonic()
-        self._seen: Place | None = None
+        self._seen: StepPosition | None = None
         self._device = device.current_device()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -135,10 +135,10 @@ class Heartbeat:
         self._stop.set()
         self._thread.join()
 
-    def time_left(self) -> tuple[Place, timedelta | None]:
+    def time_left(self) -> tuple[StepPosition, timedelta | None]:
         """Where this rank is, and what its step still takes; for any thread."""
         device.use_in_this_thread(self._device)
-        place = self._progress.reached()
+        place = self._progress.last_completed()
         return place, time_left(place, time.monotonic() - self._progress.began)
 
     def _run(self) -> None:
@@ -147,7 +147,7 @@ class Heartbeat:
             self._beat(time.monotonic())
 
     def _beat(self, now: float) -> None:
-        place, began = self._progress.reached(), self._progress.began
+        place, began = self._progress.last_completed(), self._progress.began
         self._whereabouts.tell(place)
         if self._every and now - max(self._said, began) >= self._every:
             self._say(heartbeat_line(place, now - began))
@@ -160,7 +160,7 @@ class Heartbeat:
 
     def _explanation(self) -> str:
         return (
-            f"{self._whereabouts.explain(self._progress.reached())}. A collective may take "
+            f"{self._whereabouts.explain(self._progress.last_completed())}. A collective may take "
             f"{timedelta(seconds=self._timeout)}; --distributed-timeout-minutes changes that"
         )
 
@@ -187,14 +187,14 @@ def heartbeat_of_setup(
     )
 
 
-def heartbeat_line(place: Place, elapsed: float) -> str:
+def heartbeat_line(place: StepPosition, elapsed: float) -> str:
     """How far a step is; what is left of its attention is taken to go on at the same pace."""
     passed, left = timedelta(seconds=round(elapsed)), time_left(place, elapsed)
     eta = "unknown" if left is None else left
     return f"heartbeat: {place} | {place.fraction:.1%} | elapsed: {passed} | ETA: {eta} |"
 
 
-def time_left(place: Place, elapsed: float) -> timedelta | None:
+def time_left(place: StepPosition, elapsed: float) -> timedelta | None:
     """What is left of a step after ``elapsed`` seconds; None while no attention is done."""
     if not 0 < place.fraction <= 1:
         return None

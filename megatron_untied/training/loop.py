@@ -39,7 +39,7 @@ from megatron_untied.training.rendezvous import (
     require_same_config,
 )
 from megatron_untied.training.reporting import Reporter, require_places
-from megatron_untied.training.state import Learner, build_learner
+from megatron_untied.training.state import TrainState, build_train_state
 from megatron_untied.training.step import (
     ForwardStep,
     GetBatch,
@@ -89,7 +89,7 @@ def pretrain(
         with heartbeat_of_setup(Phase.DATASETS, config, launch, store):
             datasets = datasets_provider(config, start.progress)
         step_progress = StepProgress(device.record_event)
-        learner = build_learner(model_provider, config, groups, step_progress)
+        train_state = build_train_state(model_provider, config, groups, step_progress)
         report = Reporter(config, launch, start=start.progress)
 
     def global_batches_of(dataset, consumed_samples=0):
@@ -100,7 +100,7 @@ def pretrain(
         some = itertools.islice(batches, config.evaluation.eval_iters)
         units = layer_passes * config.evaluation.eval_iters
         step_progress.begin(f"evaluation after iteration {iteration}", units)
-        return evaluate(learner, some, forward_step=forward_step)
+        return evaluate(train_state, some, forward_step=forward_step)
 
     layer_passes = config.model.num_layers * config.batch.num_micro_batches(groups.dp.size())
     step_units = layer_passes * attention_units(config.memory)
@@ -115,14 +115,14 @@ def pretrain(
     early_exit = EarlyExit(config.loop, signals)
     with report, signals, heartbeat:
         with errors_in_one_line():
-            progress = load(config, learner, start)
+            progress = load(config, train_state, start)
             report.open_sinks()
         if start.folder is not None:
             report.say(describe_loading(config.checkpoint, start))
         done = f"{progress.iteration} iterations done"
         if planned is not None:
             report.say(describe(planned))
-        report.say(f"{learner.describe()} | {done}")
+        report.say(f"{train_state.describe()} | {done}")
         if (
             shortfall := Disk(config, launch.world_size, progress.iteration).shortfall()
         ) is not None:
@@ -147,7 +147,7 @@ def pretrain(
             step_progress.begin(f"iteration {iteration}", step_units)
             began = time.perf_counter()
             result = train_step(
-                learner, next(train_batches), num_samples=num_samples, forward_step=forward_step
+                train_state, next(train_batches), num_samples=num_samples, forward_step=forward_step
             )
             device.synchronize()
             seconds = time.perf_counter() - began
@@ -162,7 +162,7 @@ def pretrain(
             exit_reason = early_exit.reason(iteration)
             if config.checkpoint.save and (exit_reason or config.saves_after(iteration)):
                 step_progress.begin(f"checkpoint of iteration {iteration}", phase=Phase.SAVING)
-                report.saved(save(config, learner, progress, start.provenance))
+                report.saved(save(config, train_state, progress, start.provenance))
                 exit_reason = exit_reason or early_exit.signal()
         report.end(exit_reason)
 
@@ -189,29 +189,31 @@ def find_agreed_start(config: RunConfig, gather: Gather) -> Start:
     return replace(start, provenance=replace(start.provenance, run_id=uuid.uuid4().hex))
 
 
-def load(config: RunConfig, learner: Learner, start: Start) -> Progress:
+def load(config: RunConfig, train_state: TrainState, start: Start) -> Progress:
     """Read the checkpoint of ``start``, if any, with the heartbeat told how far it is; collective.
 
     Raises:
         ValueError: on every rank, if it cannot become this run's state.
     """
     if start.folder is not None:
-        total = bytes_to_read(config.checkpoint, learner.state)
-        learner.progress.begin(str(start.folder), total, phase=Phase.LOADING)
+        total = bytes_to_read(config.checkpoint, train_state.checkpoint_state)
+        train_state.progress.begin(str(start.folder), total, phase=Phase.LOADING)
     return load_checkpoint(
         config.checkpoint,
-        learner.state,
+        train_state.checkpoint_state,
         seed=config.seed,
         start=start,
-        advance=learner.progress.advance,
+        advance=train_state.progress.advance,
     )
 
 
-def save(config: RunConfig, learner: Learner, progress: Progress, provenance: Provenance) -> Path:
+def save(
+    config: RunConfig, train_state: TrainState, progress: Progress, provenance: Provenance
+) -> Path:
     """Write a checkpoint with ``config`` beside it; collective over all ranks."""
     return save_checkpoint(
         config.checkpoint.save,
-        learner.state,
+        train_state.checkpoint_state,
         progress,
         run_config=config,
         provenance=provenance,

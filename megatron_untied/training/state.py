@@ -1,4 +1,4 @@
-"""A model together with what updates it."""
+"""The train state: model, optimizer and schedule of one rank."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from megatron_untied.checkpoint import TrainingState
+from megatron_untied.checkpoint import CheckpointState
 from megatron_untied.config.run import RunConfig
 from megatron_untied.sharding.fsdp2 import FullSharding
 from megatron_untied.sharding.interface import ModelProvider, Sharding
@@ -18,29 +18,31 @@ from megatron_untied.step_progress import StepProgress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Learner:
-    """What a step reads and writes; the same on every rank but for the rank's share."""
+class TrainState:
+    """Everything that a training step reads and updates, as sharded on this rank."""
 
     sharding: Sharding
+    """Holds the model, its gradients and AdamW."""
     scheduler: OptimizerParamScheduler
     groups: ProcessGroupCollection
-    state: TrainingState
-    """The same objects, as checkpoints see them."""
+    checkpoint_state: CheckpointState
+    """The same objects, as saving and loading see them."""
     progress: StepProgress
-    """Where the step that is running is; the model states its phases to the same object."""
+    """Position in the current step; the model records its phases in the same object."""
 
     @property
     def model(self) -> nn.Module:
-        """The model to call."""
+        """The model to call: wrapped by DDP or FSDP2, which reduce its gradients."""
         return self.sharding.model
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model, vocabulary padding left out."""
-        return sum(math.prod(layout.global_shape) for layout in self.state.layouts.values())
+        """Parameters of the whole model over all ranks, without the padding of the vocabulary."""
+        layouts = self.checkpoint_state.layouts.values()
+        return sum(math.prod(layout.global_shape) for layout in layouts)
 
     def describe(self) -> str:
-        """One line on the model and the ranks that share it."""
+        """One log line: size of the model, parallel sizes, and the choices made in the model."""
         groups = self.groups
         return (
             f"{self.num_parameters:,} parameters | {dist.get_world_size()} ranks: tensor parallel "
@@ -49,23 +51,35 @@ class Learner:
         )
 
 
-def build_learner(
+def build_train_state(
     model_provider: ModelProvider,
     config: RunConfig,
     groups: ProcessGroupCollection,
     progress: StepProgress,
-) -> Learner:
-    """Build this rank's share of the model, draw its weights, make its optimizer; collective."""
+) -> TrainState:
+    """Build this rank's shard of the model, initialize its weights and create its optimizer.
+
+    Collective over all ranks.
+
+    Args:
+        model_provider: builds the bare model.
+        config: the whole run.
+        groups: from ``initialize``.
+        progress: passed to the model, which records its phases in it.
+    """
     kind = FullSharding if config.optimization.use_torch_fsdp2 else MegatronSharding
     sharding = kind(model_provider, config, groups, progress)
     scheduler = build_scheduler(sharding, config)
-    state = TrainingState(
-        model_config=config.model,
-        layouts=sharding.layouts,
-        shards=sharding.shards,
+    return TrainState(
+        sharding=sharding,
         scheduler=scheduler,
         groups=groups,
-    )
-    return Learner(
-        sharding=sharding, scheduler=scheduler, groups=groups, state=state, progress=progress
+        checkpoint_state=CheckpointState(
+            model_config=config.model,
+            layouts=sharding.layouts,
+            shards=sharding.shards,
+            scheduler=scheduler,
+            groups=groups,
+        ),
+        progress=progress,
     )

@@ -1,4 +1,9 @@
-"""From the samples of a dataset to the micro-batches that one rank computes on."""
+"""One training step: read micro-batches, forward and backward, update; and evaluation.
+
+The loss of a step is the mean over the valid tokens of the global batch. Their number is reduced
+over all ranks before the first backward. After that, each rank's loss and gradients are partial
+sums, and no later step divides by a number of micro-batches or ranks.
+"""
 
 import contextlib
 import itertools
@@ -19,25 +24,25 @@ from megatron_untied.data.loader import micro_batches
 from megatron_untied.phases import Phase
 from megatron_untied.platform import device
 from megatron_untied.training.initialize import errors_in_one_line
-from megatron_untied.training.state import Learner
+from megatron_untied.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """This rank's shard of a micro-batch, on its device."""
+    """One rank's shard of a micro-batch, on its device."""
 
     tokens: Tensor
     """[b, s/p] int64."""
     labels: Tensor
-    """[b, s/p] int64: the token after each, which may be the next rank's first."""
+    """[b, s/p] int64: the next token; the last label of a shard is the next rank's first token."""
     loss_mask: Tensor
-    """[b, s/p] fp32: 1 where the label counts, 0 where it does not."""
+    """[b, s/p] fp32: 1 for valid tokens, whose label contributes to the loss, 0 for the others."""
     sequence: SequenceInfo = field(default_factory=SequenceInfo)
-    """Positions of these tokens, and documents of the whole sequences."""
+    """Positions of this shard's tokens [b, s/p] and documents of the whole sequences [b, s]."""
 
 
 GetBatch = Callable[[dict[str, Tensor], RunConfig, ProcessGroupCollection], Batch]
-"""(whole micro-batch, tensors [b, s] on the host; config; groups) -> this rank's shard of it."""
+"""(micro-batch of tensors [b, s] on the host; config; groups) -> this rank's shard of it."""
 
 
 def global_batches(
@@ -47,10 +52,17 @@ def global_batches(
     get_batch: GetBatch,
     consumed_samples: int,
 ) -> Iterator[list[Batch]]:
-    """For ever: what this rank computes on in one optimizer step, its micro-batches in order.
+    """Yield this rank's micro-batches of one optimizer step after another, without end.
 
-    Collective over all ranks with every item: a sample that one rank cannot read ends all of them,
-    with its message in one line.
+    Collective over all ranks at each item: if a sample cannot be read on one rank, all ranks exit
+    with its message.
+
+    Args:
+        dataset: maps an index to tensors [s] by name.
+        config: the whole run.
+        groups: from ``initialize``.
+        get_batch: cuts this rank's shard from a micro-batch.
+        consumed_samples: samples to skip, over all data-parallel ranks.
     """
     samples = micro_batches(
         dataset,
@@ -62,21 +74,23 @@ def global_batches(
     )
     num_micro_batches = config.batch.num_micro_batches(groups.dp.size())
 
-    def read() -> list[Batch]:
-        some = itertools.islice(samples, num_micro_batches)
-        return [get_batch(one, config, groups) for one in some]
+    def read_step() -> list[Batch]:
+        whole = itertools.islice(samples, num_micro_batches)
+        return [get_batch(micro_batch, config, groups) for micro_batch in whole]
 
     while True:
         with errors_in_one_line():
-            batches = raise_on_all_ranks(read)
+            # One all-reduce of a number per step; without it the other ranks would wait in the
+            # first collective of the forward for a rank that has failed.
+            batches = raise_on_all_ranks(read_step)
         yield batches
 
 
 def count_valid_tokens(batches: list[Batch], group: dist.ProcessGroup) -> int:
-    """Tokens that count in the loss, over all ``batches`` of all ranks of ``group``; collective."""
+    """Number of valid tokens in ``batches``, summed over the ranks of ``group``; collective."""
     total = sum(batch.loss_mask.count_nonzero() for batch in batches)
     dist.all_reduce(total, group=group)
-    return int(total)
+    return int(total)  # synchronizes with the device: once per step, before its first kernel
 
 
 ForwardStep = Callable[[nn.Module, Batch, Tensor], Tensor]
@@ -85,90 +99,104 @@ ForwardStep = Callable[[nn.Module, Batch, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The same on every rank."""
+    """Outcome of one training step; identical on all ranks."""
 
     lm_loss: float
-    """Mean over the valid tokens of the global batch."""
+    """Mean cross-entropy in nats over the valid tokens of the global batch."""
     grad_norm: float
-    """Before clipping."""
+    """L2 norm of the whole gradient before clipping."""
     learning_rate: float
-    """As Megatron reports it: the schedule's value after the step, which the next one uses."""
+    """As Megatron reports it: the schedule's value after the step, used by the next step."""
     valid_tokens: int
     updated: bool
-    """False if the optimizer refused the gradient."""
+    """False if the optimizer skipped the update because of the gradient."""
 
 
 def train_step(
-    learner: Learner, batches: list[Batch], *, num_samples: int, forward_step: ForwardStep
+    train_state: TrainState, batches: list[Batch], *, num_samples: int, forward_step: ForwardStep
 ) -> StepResult:
-    """Update the model with a global batch of ``num_samples``; ``batches`` are this rank's part.
+    """Do one optimizer step; collective over all ranks.
 
-    Collective over all ranks. The loss is a mean over all ranks' valid tokens: with their number
-    known before the first backward, losses and gradients of ranks and micro-batches only add up.
+    Args:
+        train_state: updated in place.
+        batches: this rank's micro-batches.
+        num_samples: size of the global batch, by which the schedule advances.
+        forward_step: computes the loss of a micro-batch.
     """
-    sharding, ranks = learner.sharding, learner.groups.dp_cp
+    sharding, ranks = train_state.sharding, train_state.groups.dp_cp
     valid_tokens = count_valid_tokens(batches, ranks)
     sharding.zero_grad()
-    lm_loss = forward_backward(learner, batches, valid_tokens, forward_step)
-    with learner.progress.phase(Phase.OPTIMIZER):
+    lm_loss = forward_backward(train_state, batches, valid_tokens, forward_step)
+    with train_state.progress.phase(Phase.OPTIMIZER):
         dist.all_reduce(lm_loss, group=ranks)
         updated, grad_norm = sharding.step()
-        learner.scheduler.step(increment=num_samples)
+        train_state.scheduler.step(increment=num_samples)
     return StepResult(
         lm_loss=lm_loss.item(),
         grad_norm=float(grad_norm),
-        learning_rate=learner.scheduler.get_lr({}),
+        learning_rate=train_state.scheduler.get_lr({}),
         valid_tokens=valid_tokens,
         updated=updated,
     )
 
 
 def forward_backward(
-    learner: Learner, batches: list[Batch], valid_tokens: int, forward_step: ForwardStep
+    train_state: TrainState, batches: list[Batch], valid_tokens: int, forward_step: ForwardStep
 ) -> Tensor:
-    """Add this rank's gradients of ``batches`` to the model's; returns its part of the loss, fp64.
+    """Accumulate this rank's gradients of ``batches`` in the model.
 
-    With no valid token anywhere both are 0.
+    Args:
+        train_state: holds the model; its gradients are added to.
+        batches: this rank's micro-batches.
+        valid_tokens: of the global batch. If it is 0, loss and gradients are 0.
+        forward_step: computes the loss of a micro-batch.
+
+    Returns:
+        This rank's part of the loss: a scalar in fp64. The sum over the ranks is the loss.
     """
+    # fp64 costs one scalar per micro-batch and makes the sum independent of their number.
     total = torch.zeros((), dtype=torch.float64, device=device.current_device())
-    sharding, progress = learner.sharding, learner.progress
+    sharding, progress = train_state.sharding, train_state.progress
     for number, batch in enumerate(batches, start=1):
-        which = f"micro-batch {number} of {len(batches)}" if len(batches) > 1 else ""
+        name = f"micro-batch {number} of {len(batches)}" if len(batches) > 1 else ""
         is_last = batch is batches[-1]
+        # Gradients are reduced over ranks once, in the backward of the last micro-batch.
         with contextlib.nullcontext() if is_last else sharding.no_sync():
-            with progress.phase(Phase.FORWARD, micro_batch=which):
+            with progress.phase(Phase.FORWARD, micro_batch=name):
+                # Not a local variable, which would keep the weights alive during backward.
                 loss = forward_step(sharding.model, batch, batch.loss_mask / max(1, valid_tokens))
-            with progress.phase(Phase.BACKWARD, micro_batch=which):
+            with progress.phase(Phase.BACKWARD, micro_batch=name):
                 loss.backward()
         total += loss.detach()
     return total
 
 
 def require_finite(result: StepResult, iteration: int) -> None:
-    """Raises ``FloatingPointError`` if the loss or the gradient is nan or infinite."""
+    """Raise ``FloatingPointError`` if the loss or the gradient norm is nan or infinite."""
     if not (math.isfinite(result.lm_loss) and math.isfinite(result.grad_norm)):
         raise FloatingPointError(
             f"iteration {iteration}: lm loss {result.lm_loss}, grad norm {result.grad_norm}. The "
-            "weights are spoilt and not saved: go on from the last checkpoint with a lower --lr, "
-            "or give --no-check-for-nan-in-loss-and-grad to train on"
+            "weights are not valid any more and were not saved; resume from a checkpoint with a "
+            "lower --lr, or give --no-check-for-nan-in-loss-and-grad to continue regardless"
         )
 
 
 @torch.no_grad()
 def evaluate(
-    learner: Learner, global_batches: Iterable[list[Batch]], *, forward_step: ForwardStep
+    train_state: TrainState, global_batches: Iterable[list[Batch]], *, forward_step: ForwardStep
 ) -> float:
-    """Mean cross-entropy over all valid tokens of ``global_batches``; collective over all ranks.
+    """Mean cross-entropy in nats over all valid tokens of ``global_batches``.
 
-    Every token counts the same, whichever batch it is in; nan if none is valid.
+    Collective over all ranks. Every token has the same weight, whatever the size of its batch. The
+    result is nan if no token is valid.
     """
-    learner.model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device.current_device())  # loss, tokens
+    train_state.model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=device.current_device())  # [loss, tokens]
     for batches in global_batches:
         for batch in batches:
-            with learner.progress.phase(Phase.FORWARD):
-                sums[0] += forward_step(learner.model, batch, batch.loss_mask)
+            with train_state.progress.phase(Phase.FORWARD):
+                sums[0] += forward_step(train_state.model, batch, batch.loss_mask)
             sums[1] += batch.loss_mask.count_nonzero()
-    dist.all_reduce(sums, group=learner.groups.dp_cp)
-    learner.model.train()
+    dist.all_reduce(sums, group=train_state.groups.dp_cp)
+    train_state.model.train()
     return (sums[0] / sums[1]).item()

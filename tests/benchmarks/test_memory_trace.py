@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from benchmarks import memory_trace
+from megatron_untied.commands import trace
 
 RUN = "--world-size 8 --model llama3-8b --bf16 --seq-length 65536 --context-parallel-size 8"
 
@@ -23,5 +23,5 @@ RUN = "--world-size 8 --model llama3-8b --bf16 --seq-length 65536 --context-para
 def test_a_mistake_is_said_before_the_trace(flags, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["memory_trace.py", *RUN.split(), *flags.split()])
     with pytest.raises(SystemExit) as stopped:
-        memory_trace.main()
+        trace.main()
     assert message in str(stopped.value) + capsys.readouterr().err

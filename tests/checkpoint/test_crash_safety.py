@@ -63,7 +63,7 @@ def crash_everywhere(group, path, iteration, retain):
     old, new, restarted = (small_run(Split()) for _ in range(3))
     old.train(range(1))
     new.train(range(4))
-    states, names = {False: gather_state(old), True: gather_state(new)}, []
+    states, names = {False: gather_state(old.state), True: gather_state(new.state)}, []
     crash, step, reached, is_new = CrashPoint(path), 0, True, True
     while reached:
         if is_new:  # else what the last crash has left stays in the way
@@ -74,7 +74,7 @@ def crash_everywhere(group, path, iteration, retain):
         reached = crash.disarm()
         names.append(sorted(os.listdir(path)))
         progress = load_checkpoint(CheckpointConfig(load=path), restarted.state, seed=3)
-        found, key = gather_state(restarted), "model.output_layer.weight"
+        found, key = gather_state(restarted.state), "model.output_layer.weight"
         is_new = torch.equal(found[key], states[True][key])
         assert all(torch.equal(found[name], states[is_new][name]) for name in found)
         assert progress.iteration == (iteration if is_new else 2)

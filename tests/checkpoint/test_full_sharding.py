@@ -9,21 +9,23 @@ from tests.distributed import run_on_ranks
 from tests.sharding.fsdp2_flags import CONTEXT, FULL, TENSOR, UNEVEN
 from tests.small_run import gather_state
 from tests.training.command_line import tiny_config
-from tests.training.tiny_run import learner_on, train
+from tests.training.tiny_run import train, train_state_on
 
 DISTRIBUTED = {"use_distributed_optimizer": True}
 MODEL = UNEVEN | {"qk_layernorm": True, "add_qkv_bias": True}
 
 
 def loaded(group, path, **flags):
-    """What a new learner of another seed has after loading: state, step, learning rate."""
+    """What a new train state of another seed has after loading: state, step, learning rate."""
     flags = {"load": path, "seed": 5, "train_iters": 6} | MODEL | flags
-    learner = learner_on(group, **flags)
-    load_checkpoint(tiny_config(group.size(), **flags).checkpoint, learner.state, seed=5)
+    train_state = train_state_on(group, **flags)
+    load_checkpoint(
+        tiny_config(group.size(), **flags).checkpoint, train_state.checkpoint_state, seed=5
+    )
     return (
-        gather_state(learner),
-        learner.state.shards.step(),
-        learner.sharding.param_groups[0]["lr"],
+        gather_state(train_state.checkpoint_state),
+        train_state.checkpoint_state.shards.step(),
+        train_state.sharding.param_groups[0]["lr"],
     )
 
 

@@ -32,11 +32,11 @@ def train_and_save(group, path):
 def message(group, config, model=MODEL, lr_decay_steps=40):
     run = small_run(Split(), model, seed=3)
     run.state.scheduler.lr_decay_steps = lr_decay_steps
-    before = gather_state(run)
+    before = gather_state(run.state)
     path = config.load if isinstance(config.load, str) else config.load[group.rank()]
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the message
         load_checkpoint(dataclasses.replace(config, load=path), run.state, seed=3)
-    after = gather_state(run)
+    after = gather_state(run.state)
     assert all(torch.equal(before[name], after[name]) for name in before)
     return str(caught.value)
 

@@ -58,17 +58,17 @@ def trained_without_a_stop(model, bf16):
 def train(group, split, model):
     run = small_run(split, model)
     run.train(range(3))
-    at_3 = gather_state(run)
+    at_3 = gather_state(run.state)
     run.train(range(3, 6))
-    return at_3, gather_state(run)
+    return at_3, gather_state(run.state)
 
 
 def train_and_save(group, split, model, path):
     run = small_run(split, model)
     run.train(range(3))
-    before = gather_state(run)
+    before = gather_state(run.state)
     save_checkpoint(path, run.state, Progress(iteration=3, consumed_samples=12))
-    after = gather_state(run)
+    after = gather_state(run.state)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -76,10 +76,10 @@ def load_and_train(group, split, model, path):
     run = small_run(split, model, seed=99)
     progress = load_checkpoint(CheckpointConfig(load=path), run.state, seed=7)
     assert progress == Progress(iteration=3, consumed_samples=12)
-    loaded, step = gather_state(run), run.state.shards.step()
+    loaded, step = gather_state(run.state), run.state.shards.step()
     parameters = gather_parameters(run.model, run.state.layouts)
     run.train(range(3, 6))
-    return loaded, step, parameters, gather_state(run), run.state.shards.step()
+    return loaded, step, parameters, gather_state(run.state), run.state.shards.step()
 
 
 def assert_same(found, expected):

@@ -65,7 +65,7 @@ def final_state(run, losses):
     parameters = gather_parameters(run.model, run.state.layouts)
     return (
         losses,
-        gather_state(run),
+        gather_state(run.state),
         parameters,
         run.optimizer.param_groups[0]["lr"],
         next_random_numbers(),
@@ -179,4 +179,4 @@ def test_weights_alone_are_the_checkpoints_and_moments_zero(saved, flags):
 def load_and_gather(group, split, config):
     run = start(group, split, seed=2)
     load_checkpoint(config, run.state, seed=2)
-    return gather_state(run)
+    return gather_state(run.state)

@@ -153,10 +153,10 @@ def save_and_load_before_the_first_step(group, path):
     assert other.state.shards.step() == 0
     for one in (run, other):
         one.train(range(2))
-    first, second = gather_state(run), gather_state(other)
+    first, second = gather_state(run.state), gather_state(other.state)
     fresh = small_run(Split())
     fresh.train(range(2))
-    third = gather_state(fresh)
+    third = gather_state(fresh.state)
     for name in first:
         assert torch.equal(first[name], second[name])
         assert torch.equal(first[name], third[name])
@@ -203,7 +203,7 @@ def load_trained_for_evaluation(group, path):
     trained = small_run(Split())
     trained.train(range(2))
     save_checkpoint(path, trained.state, Progress(iteration=2))
-    return gather_state(trained), load_for_evaluation(group, path)
+    return gather_state(trained.state), load_for_evaluation(group, path)
 
 
 def test_evaluation_needs_no_optimizer(tmp_path):

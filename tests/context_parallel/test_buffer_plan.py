@@ -9,7 +9,6 @@ from megatron_untied.context_parallel.buffer_plan import (
     ForwardBuffers,
     Sizes,
     Staging,
-    Workspace,
     buffers_of,
     head_major_slots,
     ring_buffers,
@@ -20,6 +19,7 @@ from megatron_untied.context_parallel.ring import Ring, RingAttention
 from megatron_untied.context_parallel.self_attention import attention_backward, attention_forward
 from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.context_parallel.ulysses import LocalAttention, UntiedUlysses
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.rope import RotaryTable
 from tests.context_parallel.test_ring import groups_of
 from tests.distributed import run_on_ranks

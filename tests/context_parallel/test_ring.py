@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_untied.config import ParallelConfig, RotaryConfig
-from megatron_untied.context_parallel.buffer_plan import Workspace
 from megatron_untied.context_parallel.head_schedule import head_schedule, legal_heads_per_chunk
 from megatron_untied.context_parallel.kernels import Attended, CpuFlash, Mask, Qkv, Segments
 from megatron_untied.context_parallel.ring import Ring, RingAttention, merge, ring_steps
 from megatron_untied.context_parallel.self_attention import attention_backward, attention_forward
 from megatron_untied.context_parallel.sequence import SequenceLayout, ring_blocks
 from megatron_untied.context_parallel.ulysses import UntiedUlysses
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.rope import RotaryTable
 from tests.context_parallel import reference
 from tests.context_parallel.kernels import plain

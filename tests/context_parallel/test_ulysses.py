@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from megatron_untied.config import RotaryConfig
-from megatron_untied.context_parallel.buffer_plan import Workspace
 from megatron_untied.context_parallel.head_schedule import head_schedule, legal_heads_per_chunk
 from megatron_untied.context_parallel.kernels import CpuFlash, Mask, Qkv, Segments
 from megatron_untied.context_parallel.self_attention import attention_backward, attention_forward
 from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.context_parallel.ulysses import LocalAttention, UntiedUlysses
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.rope import RotaryTable
 from tests.context_parallel import reference
 from tests.context_parallel.kernels import plain

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_untied.commands.train_tokenizer import train_tokenizer
 from megatron_untied.data.indexed_writer import IndexedWriter
-from tools.train_tokenizer import train_tokenizer
 
 NASTY_TEXTS = (
     "  a\t b\r\n\n\n   c  ",

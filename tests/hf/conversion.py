@@ -13,7 +13,7 @@ from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.hf import Export, Import
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import make_groups
-from megatron_untied.training.state import build_learner
+from megatron_untied.training.state import build_train_state
 from tests.hf.families import VOCAB_SIZE
 from tests.training.command_line import TINY, tiny_config
 
@@ -54,11 +54,11 @@ def logits_and_loss(group, checkpoints: Path, text: Tensor, **changes: object):
     config = config_of(group.size(), checkpoints, **changes)
     groups = make_groups(config.parallel, config.distributed)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    learner = build_learner(pretrain_gpt.model_provider, config, groups, StepProgress())
-    load_checkpoint(config.checkpoint, learner.state, seed=1)
+    train_state = build_train_state(pretrain_gpt.model_provider, config, groups, StepProgress())
+    load_checkpoint(config.checkpoint, train_state.checkpoint_state, seed=1)
     layout = SequenceLayout.of(config.parallel, rank=groups.cp.rank())
     tokens, labels = layout.shard(text[:, :-1]), layout.shard(text[:, 1:])
     weights = torch.full(labels.shape, 1 / text[:, 1:].numel())
     with torch.no_grad():
-        loss = learner.model(tokens, labels=labels, token_weights=weights)
-        return learner.model(tokens), loss
+        loss = train_state.model(tokens, labels=labels, token_weights=weights)
+        return train_state.model(tokens), loss

@@ -28,7 +28,7 @@ MODEL = ModelConfig(
 )
 MEASURE = """
 import resource, sys
-from tools.convert_checkpoint import main
+from megatron_untied.commands.convert import main
 main(sys.argv[1:])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """

@@ -10,7 +10,7 @@ from megatron_untied.config import MemoryConfig, RotaryConfig
 from megatron_untied.megatron_lm import untied_layer_spec
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import initialize
-from megatron_untied.training.state import build_learner
+from megatron_untied.training.state import build_train_state
 from megatron_untied.training.step import train_step
 from tests.distributed import run_on_ranks
 from tests.megatron_lm.stock import named, stock_config, stock_model, train
@@ -48,10 +48,10 @@ def steps(config):
 
 
 def our_losses(config, groups):
-    learner = build_learner(pretrain_gpt.model_provider, config, groups, StepProgress())
+    train_state = build_train_state(pretrain_gpt.model_provider, config, groups, StepProgress())
     results = [
         train_step(
-            learner,
+            train_state,
             [pretrain_gpt.get_batch(batch, config, groups) for batch in batches],
             num_samples=config.batch.global_batch_size,
             forward_step=pretrain_gpt.forward_step,

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from megatron_untied.context_parallel.buffer_plan import Workspace
 from megatron_untied.context_parallel.kernels import (
     Attended,
     CpuFlash,
@@ -14,6 +13,7 @@ from megatron_untied.context_parallel.kernels import (
     QkvGrads,
 )
 from megatron_untied.context_parallel.sequence import SequenceLayout
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.megatron_lm.zigzag import ZigzagReorder, megatron_blocks
 from tests.distributed import run_on_ranks
 

@@ -1,14 +1,19 @@
+import io
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from rich.console import Console
 
 from megatron_untied.context_parallel.buffer_plan import Buffer
 from megatron_untied.phases import Phase
-from megatron_untied.planner.buffer_table import buffers_of_rank, shared_memories
+from megatron_untied.planner.buffer_table import (
+    buffers_of_rank,
+    print_buffers,
+    shared_memories,
+)
 from megatron_untied.planner.plan import Plan
 from tests.planner.planned import machine, run_config
 from tests.planner.test_against_tracer import FAST
@@ -47,14 +52,21 @@ def test_the_table_is_of_the_planned_bytes(name):
     assert 0 < backward < at_most
 
 
+def test_the_reason_stands_beside_what_shares_memory():
+    console = Console(width=250, record=True, quiet=False, file=io.StringIO())
+    print_buffers(Plan(run_config(FAST["parked"]), machine()), console)
+    (row,) = (line for line in console.export_text().splitlines() if "\u2502 dq " in line)
+    assert "a kernel reads dO for the last time before it writes dQ" in row
+    assert Phase.ATTENTION_BACKWARD in row
+
+
 def test_the_tool_prints_the_table_and_writes_it(tmp_path):
-    flags = FAST["parked"].split()
-    command = [sys.executable, "tools/plan_memory.py", "--buffers", *flags]
-    wide = os.environ | {"COLUMNS": "200"}  # noqa: TID251 - rich folds text at the terminal's width
-    shown = subprocess.run(command, capture_output=True, text=True, check=False, env=wide)
-    assert "a kernel reads dO for the last time before it writes dQ" in shown.stdout
     file = tmp_path / "plan.json"
-    subprocess.run([*command, "--json", str(file)], capture_output=True, check=False)
+    flags = ["--buffers", "--json", str(file), *FAST["parked"].split()]
+    shown = subprocess.run(
+        [sys.executable, "tools/plan_memory.py", *flags], capture_output=True, text=True, check=True
+    )
+    assert "Buffers of attention, Ulysses rank 0" in shown.stdout
     memories = json.loads(file.read_text())["buffers"]
     (d_out,) = (each for each in memories if each["memory"] == "d_out")
     assert [use["name"] for use in d_out["buffers"]] == ["d_out", "dq", "kv_home"]

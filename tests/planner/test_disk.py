@@ -13,7 +13,7 @@ from megatron_untied.planner.weights import num_parameters
 from tests.distributed import run_on_ranks
 from tests.planner.planned import run_config
 from tests.training.command_line import tiny_config
-from tests.training.tiny_run import learner_on, train
+from tests.training.tiny_run import train, train_state_on
 
 WIDE = {"hidden_size": 192, "ffn_hidden_size": 384, "num_layers": 3}
 LONG = "--model llama3-8b --seq-length 4096 --train-iters 1000"
@@ -26,8 +26,8 @@ def disk(flags: str, **changes) -> Disk:
 
 def save_once(group, folder, **flags):
     config = tiny_config(group.size(), save=folder, **WIDE, **flags)
-    learner = learner_on(group, save=folder, **WIDE, **flags)
-    save_checkpoint(folder, learner.state, Progress(iteration=1), run_config=config)
+    train_state = train_state_on(group, save=folder, **WIDE, **flags)
+    save_checkpoint(folder, train_state.checkpoint_state, Progress(iteration=1), run_config=config)
     return Disk(config, group.size()).checkpoint_bytes
 
 

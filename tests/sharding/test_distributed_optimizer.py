@@ -20,7 +20,7 @@ def shards_of_a_run(group, split):
     adam = run.optimizer.chained_optimizers[0].optimizer
     steps = [state["step"] for state in adam.state.values()]
     assert len({step.data_ptr() for step in steps}) == len(steps) > 0  # none is shared
-    return names, [shard.name for shard in found], gather_state(run)
+    return names, [shard.name for shard in found], gather_state(run.state)
 
 
 @pytest.mark.parametrize("distributed", [True, False])

@@ -20,7 +20,7 @@ from tests.sharding.fsdp2_flags import (
     VECTORS,
     layers,
 )
-from tests.training.tiny_run import batch_of, learner_on, train
+from tests.training.tiny_run import batch_of, train, train_state_on
 from tests.training.whole_model import gather_state
 
 AWKWARD = VECTORS | UNEVEN
@@ -86,10 +86,14 @@ def test_bf16_curves_agree_with_those_of_megatron_cores_optimizer(tmp_path):
 
 
 def initial_state(group, **flags):
-    learner = learner_on(group, **AWKWARD, **flags)
-    shards = learner.state.shards.shards(with_moments=True)
+    train_state = train_state_on(group, **AWKWARD, **flags)
+    shards = train_state.checkpoint_state.shards.shards(with_moments=True)
     held = sum(shard.value.numel() for shard in shards)
-    return gather_state(learner), held / learner.num_parameters, learner.state.shards.step()
+    return (
+        gather_state(train_state.checkpoint_state),
+        held / train_state.num_parameters,
+        train_state.checkpoint_state.shards.step(),
+    )
 
 
 @pytest.mark.parametrize("flags", [{}, {"bf16": True}, TIED], ids=["fp32", "bf16", "tied"])
@@ -104,12 +108,12 @@ def test_initial_weights_are_those_of_every_other_sharding(flags):
 
 
 def evaluation(group, **flags):
-    learner = learner_on(group, **flags)
-    batch = batch_of(learner.groups, seed=1)
+    train_state = train_state_on(group, **flags)
+    batch = batch_of(train_state.groups, seed=1)
     with torch.no_grad():
-        logits = learner.model(batch.tokens)
-        loss = pretrain_gpt.forward_step(learner.model, batch, batch.loss_mask)
-    dist.all_reduce(loss, group=learner.groups.dp_cp)
+        logits = train_state.model(batch.tokens)
+        loss = pretrain_gpt.forward_step(train_state.model, batch, batch.loss_mask)
+    dist.all_reduce(loss, group=train_state.groups.dp_cp)
     return loss.item(), logits
 
 
@@ -122,9 +126,9 @@ def test_evaluates_and_gives_logits_without_gradients(flags):
 
 
 def check_logits_with_gradients_are_refused(group):
-    learner = learner_on(group, **FULL)
+    train_state = train_state_on(group, **FULL)
     with pytest.raises(ValueError, match="logits of a fully sharded model have no backward"):
-        learner.model(batch_of(learner.groups, seed=1).tokens)
+        train_state.model(batch_of(train_state.groups, seed=1).tokens)
 
 
 def test_refuses_logits_with_gradients():

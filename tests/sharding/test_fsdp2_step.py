@@ -11,7 +11,7 @@ import pretrain_gpt
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming import layer as streamed
 from megatron_untied.training.initialize import initialize
-from megatron_untied.training.state import build_learner
+from megatron_untied.training.state import build_train_state
 from megatron_untied.training.step import train_step
 from tests.distributed import run_on_ranks
 from tests.sharding.fsdp2_flags import (
@@ -80,16 +80,21 @@ def one_step(group, frozen: tuple[str, ...] = (), steps: int = 1, **flags):
             parameter.requires_grad_(not name.startswith(frozen))
         return model
 
-    learner = build_learner(
+    train_state = build_train_state(
         model_provider if frozen else pretrain_gpt.model_provider, config, groups, StepProgress()
     )
     for step in range(steps):
         batches = [batch_of(groups, seed=10 * step + number) for number in range(2)]
         with watched() as seen, mock.patch.object(streamed, "is_ours", _assert_ours):
             result = train_step(
-                learner, batches, num_samples=4, forward_step=pretrain_gpt.forward_step
+                train_state, batches, num_samples=4, forward_step=pretrain_gpt.forward_step
             )
-    return result, gather_gradients(learner), seen, gather_state(learner) if frozen else None
+    return (
+        result,
+        gather_gradients(train_state),
+        seen,
+        gather_state(train_state.checkpoint_state) if frozen else None,
+    )
 
 
 _is_ours = streamed.is_ours

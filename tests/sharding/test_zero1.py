@@ -9,10 +9,10 @@ import pretrain_gpt
 from megatron_untied.sharding.zero1 import build_scheduler
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import initialize
-from megatron_untied.training.state import build_learner
+from megatron_untied.training.state import build_train_state
 from tests.distributed import run_on_ranks
 from tests.training.command_line import tiny_config
-from tests.training.tiny_run import launch_of, learner_on
+from tests.training.tiny_run import launch_of, train_state_on
 
 
 def learning_rates(**flags) -> list[float]:
@@ -53,12 +53,12 @@ def test_learning_rate_of_every_iteration(flags, expected):
 
 
 def weight_decay_by_parameter(group, **flags) -> dict[str, float]:
-    learner = learner_on(group, **flags)
-    model = unwrap_model(learner.model)
+    train_state = train_state_on(group, **flags)
+    model = unwrap_model(train_state.model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         names[id(parameter)]: one["weight_decay"]
-        for one in learner.sharding.param_groups
+        for one in train_state.sharding.param_groups
         for parameter in one["params"]
     }
 
@@ -74,9 +74,9 @@ def test_weight_decay_spares_norms_and_biases(full_sharding):
 
 
 def dtypes(group, **flags) -> tuple:
-    learner = learner_on(group, **flags)
-    parameters = list(learner.model.module.parameters())
-    shards = list(learner.state.shards.shards(with_moments=True))
+    train_state = train_state_on(group, **flags)
+    parameters = list(train_state.model.module.parameters())
+    shards = list(train_state.checkpoint_state.shards.shards(with_moments=True))
     return (
         {parameter.dtype for parameter in parameters},
         {parameter.main_grad.dtype for parameter in parameters},
@@ -107,7 +107,7 @@ def refusal_of_a_frozen_embedding(group, **flags) -> str:
     config = tiny_config(group.size(), **flags)
     groups = initialize(config, launch_of(group))
     with pytest.raises(ValueError, match="1 parameters are frozen") as refused:
-        build_learner(model_provider, config, groups, StepProgress())
+        build_train_state(model_provider, config, groups, StepProgress())
     return str(refused.value)
 
 

@@ -3,8 +3,8 @@ import re
 
 import pytest
 
-from tools import check_node
-from tools.check_node import (
+from megatron_untied.commands import check_node
+from megatron_untied.commands.check_node import (
     DEVICE_RESERVE_GIB,
     GIB,
     HOST_RESERVE_GIB,

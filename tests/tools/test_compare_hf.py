@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2TokenizerFast
 
+from megatron_untied.commands import compare_hf
 from tests.hf.families import save_model
-from tools import compare_hf
 
 
 def compare(folder, *flags: str) -> int:

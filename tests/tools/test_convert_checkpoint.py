@@ -4,11 +4,11 @@ import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, Qwen2TokenizerFast
 
+from megatron_untied.commands import convert
 from megatron_untied.data.tokenizers import build_tokenizer
 from tests.hf.conversion import config_of
 from tests.hf.families import VOCAB_SIZE, save_model
 from tests.hf.test_conversion import assert_same, tensors
-from tools import convert_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -24,16 +24,14 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def imported(source, tmp_path_factory):
     save = tmp_path_factory.mktemp("save")
-    convert_checkpoint.main(["hf-to-megatron", "--hf-path", str(source), "--save", str(save)])
+    convert.main(["hf-to-megatron", "--hf-path", str(source), "--save", str(save)])
     return save
 
 
 def test_there_and_back(source, imported, tmp_path, capsys):
     back = tmp_path / "back"
     flags = ["--max-shard-gb", "0.0001", "--dtype", "fp32"]
-    convert_checkpoint.main(
-        ["megatron-to-hf", "--load", str(imported), "--hf-path", str(back), *flags]
-    )
+    convert.main(["megatron-to-hf", "--load", str(imported), "--hf-path", str(back), *flags])
     assert_same(tensors(back), tensors(source))
     assert "284,800 bytes, float32; copied tokenizer.json" in capsys.readouterr().out
     assert len(list(back.glob("model-*.safetensors"))) == 2
@@ -61,18 +59,18 @@ def test_says_that_there_is_no_tokenizer(tmp_path, capsys):
     source = save_model("llama2", tmp_path / "hf")
     (source / "generation_config.json").unlink()
     save, back = tmp_path / "save", tmp_path / "back"
-    convert_checkpoint.main(["hf-to-megatron", "--hf-path", str(source), "--save", str(save)])
+    convert.main(["hf-to-megatron", "--hf-path", str(source), "--save", str(save)])
     assert "copied config.json" in capsys.readouterr().out
-    convert_checkpoint.main(["megatron-to-hf", "--load", str(save), "--hf-path", str(back)])
+    convert.main(["megatron-to-hf", "--load", str(save), "--hf-path", str(back)])
     assert "no tokenizer files: there were none to copy" in capsys.readouterr().out
 
 
 def test_the_iteration_can_be_chosen(imported, tmp_path):
     flags = ["--load", str(imported), "--hf-path", str(tmp_path / "back"), "--ckpt-step"]
-    convert_checkpoint.main(["megatron-to-hf", *flags, "0"])
+    convert.main(["megatron-to-hf", *flags, "0"])
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "qwen2"
-    with pytest.raises(SystemExit, match="convert_checkpoint: --ckpt-step names iteration 7; "):
-        convert_checkpoint.main(["megatron-to-hf", *flags, "7"])
+    with pytest.raises(SystemExit, match="error: --ckpt-step names iteration 7; "):
+        convert.main(["megatron-to-hf", *flags, "7"])
 
 
 @pytest.mark.parametrize(
@@ -85,5 +83,5 @@ def test_the_iteration_can_be_chosen(imported, tmp_path):
     ],
 )  # fmt: skip
 def test_ends_with_one_line(arguments, message):
-    with pytest.raises(SystemExit, match=f"convert_checkpoint: .*{message}"):
-        convert_checkpoint.main(arguments)
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        convert.main(arguments)

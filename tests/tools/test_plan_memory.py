@@ -3,7 +3,7 @@ import shlex
 
 import pytest
 
-from tools import plan_memory
+from megatron_untied.commands import plan
 
 FITS = (
     "--model llama3-8b --bf16 --seq-length 262144 --context-parallel-size 8 --use-torch-fsdp2 "
@@ -12,7 +12,7 @@ FITS = (
 
 
 def test_prints_memory_by_phase_and_cause_and_says_that_it_fits(capsys):
-    assert plan_memory.main(FITS) == 0
+    assert plan.main(FITS) == 0
     said = capsys.readouterr().out
     for word in ("8,030,261,248 parameters in bf16", "attention backward", "kept for", "optimizer",
                  "<- peak", "per node", "tokens/s/GPU", "fits: GPU"):  # fmt: skip
@@ -21,14 +21,14 @@ def test_prints_memory_by_phase_and_cause_and_says_that_it_fits(capsys):
 
 
 def test_says_which_flags_would_make_it_fit(capsys):
-    assert plan_memory.main([*FITS, "--gpu", "a100-40", "--seq-length", "1048576"]) == 1
+    assert plan.main([*FITS, "--gpu", "a100-40", "--seq-length", "1048576"]) == 1
     said = capsys.readouterr().out
     assert "does not fit: GPU" in said
     assert "would fit with --" in said
 
 
 def test_says_when_nothing_makes_it_fit(capsys):
-    assert plan_memory.main([*FITS, "--gpu-memory-gib", "10", "--seq-length", "8388608"]) == 1
+    assert plan.main([*FITS, "--gpu-memory-gib", "10", "--seq-length", "8388608"]) == 1
     assert "nothing that flags can do makes it fit" in capsys.readouterr().out
 
 
@@ -47,14 +47,14 @@ def test_says_when_nothing_makes_it_fit(capsys):
     ],
 )
 def test_bad_input_is_said_in_one_line(capsys, argv, message):
-    assert plan_memory.main(argv) == 2
+    assert plan.main(argv) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
 
 
 def test_json_alone_on_stdout(capsys):
-    assert plan_memory.main([*FITS, "--json", "-", "--max-context"]) == 0
+    assert plan.main([*FITS, "--json", "-", "--max-context"]) == 0
     answer = json.loads(capsys.readouterr().out)
     phases = answer["device"]["bytes_by_phase"]
     peak = phases[answer["device"]["peak_phase"]]
@@ -66,7 +66,7 @@ def test_json_alone_on_stdout(capsys):
 
 def test_writes_json_and_a_picture(tmp_path, capsys):
     json_file, png = tmp_path / "plan.json", tmp_path / "plan.png"
-    assert plan_memory.main([*FITS, "--json", str(json_file), "--plot", str(png)]) == 0
+    assert plan.main([*FITS, "--json", str(json_file), "--plot", str(png)]) == 0
     assert json.loads(json_file.read_text())["fits"]
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "fits" in capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_writes_json_and_a_picture(tmp_path, capsys):
 
 def test_compares_with_published_methods(capsys):
     long = [*FITS, "--cpu-offloading-num-layers", "32", "--seq-length", "3145728", "--compare"]
-    assert plan_memory.main(long) == 0
+    assert plan.main(long) == 0
     said = capsys.readouterr().out
     assert "Ulysses with tiling, with full sharding: 62.8 GiB" in said  # published: 64.6
     assert "untied Ulysses as published, with full sharding: 49.3 GiB" in said  # published: 51.1
@@ -82,19 +82,19 @@ def test_compares_with_published_methods(capsys):
 
 def test_chooses_what_is_automatic(capsys):
     flags = [*FITS, "--cp-heads-per-chunk", "auto", "--recompute-granularity", "auto"]
-    assert plan_memory.main(flags) == 0
+    assert plan.main(flags) == 0
     assert "planned: --cp-heads-per-chunk" in capsys.readouterr().out
 
 
 def test_takes_what_training_asks_for_too():
     """Flags of a training command as they stand."""
     training = "--micro-batch-size 1 --train-iters 5 --lr 1e-4 --tokenizer-type NullTokenizer"
-    assert plan_memory.main([*FITS, *training.split(), "--data-path", "somewhere/text"]) == 0
+    assert plan.main([*FITS, *training.split(), "--data-path", "somewhere/text"]) == 0
 
 
 def test_a_sequence_that_no_kernel_can_index_is_one_line(capsys):
     flags = "--model llama3-8b --bf16 --context-parallel-size 8 --recompute-granularity full"
-    assert plan_memory.main([*flags.split(), "--seq-length", str(2**26)]) == 2
+    assert plan.main([*flags.split(), "--seq-length", str(2**26)]) == 2
     assert "give more ring ranks" in capsys.readouterr().err
 
 
@@ -104,7 +104,7 @@ def test_the_longest_context_is_what_auto_could_reach_from_any_length(capsys, tm
     for length in ("131072", "1048576"):
         file = tmp_path / f"{length}.json"
         flags = [*automatic, "--seq-length", length, "--max-context", "--json", str(file)]
-        assert plan_memory.main(flags) == 0
+        assert plan.main(flags) == 0
         found.append(json.loads(file.read_text())["longest"])
     assert found[0] == found[1]
 
@@ -115,7 +115,7 @@ HAND_PICKED = "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --bf16 
 def test_how_long_a_context_needs_no_length(capsys, tmp_path):
     """With the flags that were given and with the best ones, as a command that can be planned."""
     file = tmp_path / "plan.json"
-    assert plan_memory.main([*HAND_PICKED.split(), "--max-context", "--json", str(file)]) == 0
+    assert plan.main([*HAND_PICKED.split(), "--max-context", "--json", str(file)]) == 0
     said = capsys.readouterr().out
     found = json.loads(file.read_text())
     best = found["longest"]["best"]
@@ -127,11 +127,11 @@ def test_how_long_a_context_needs_no_length(capsys, tmp_path):
     (command,) = [line for line in said.splitlines() if line.startswith(start)]
     assert command == best["command"]
     flags = shlex.split(command.removeprefix(start))
-    assert plan_memory.main([*flags, "--gpus-per-node", "2", "--json", "-"]) == 0
+    assert plan.main([*flags, "--gpus-per-node", "2", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["device"] == found["device"]
 
 
 def test_no_context_at_all(capsys):
     huge = f"{HAND_PICKED} --num-layers 99 --hidden-size 16384 --kv-channels 128"
-    assert plan_memory.main([*huge.split(), "--max-context", "--host-memory-gib", "64"]) == 1
+    assert plan.main([*huge.split(), "--max-context", "--host-memory-gib", "64"]) == 1
     assert "longest context with the best flags: none fits" in capsys.readouterr().out

@@ -3,7 +3,7 @@ import json
 import pytest
 from matplotlib import pyplot
 
-from tools import plot_loss
+from megatron_untied.commands import plot_loss
 
 LINES = [
     {"iteration": 1, "lm_loss": 5.0},
@@ -38,7 +38,7 @@ def test_writes_an_image_beside_the_metrics(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "plot_loss: [Errno 2] No such file or directory: "),
+        (None, "error: [Errno 2] No such file or directory: "),
         ("", "metrics.jsonl has no losses"),
         ("no json\n", "metrics.jsonl is not a file of --metrics-jsonl (JSONDecodeError("),
         ("[1]\n", "metrics.jsonl is not a file of --metrics-jsonl (AttributeError("),
@@ -64,4 +64,4 @@ def test_ends_with_one_line_for_an_output_that_cannot_be(tmp_path, capsys, outpu
         plot_loss.main([str(metrics), "--output", str(tmp_path / output)])
     error = capsys.readouterr().err
     assert (ended.value.code, error.count("\n")) == (2, 1)
-    assert error.startswith("plot_loss: --output ")
+    assert error.startswith("error: --output ")

@@ -2,6 +2,7 @@ import gzip
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -10,12 +11,12 @@ import pytest
 import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_untied.commands import preprocess
 from megatron_untied.data.indexed_files import open_indexed_files
 from megatron_untied.data.indexed_writer import IndexedWriter
 from megatron_untied.data.provenance import Provenance, read_provenance
 from megatron_untied.data.tokenizers import build_tokenizer, tokenizer_hash
 from tests.data.corpus import NASTY_TEXTS, write_jsonl
-from tools import preprocess_data
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def run(tmp_path, tokenizer_model):
     """Calls the tool on a corpus; the prefix of what it wrote under ``name``."""
 
     def run_tool(name, *flags, corpus):
-        preprocess_data.main(
+        preprocess.main(
             ["--input", str(corpus), "--output-prefix", str(tmp_path / name)]
             + ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer_model]
             + list(flags)
@@ -124,7 +125,7 @@ def test_a_bad_line_ends_the_run_and_the_finished_part_is_kept(
     run, corpus, broken, tmp_path, tokenizer_model, capsys
 ):
     before = contents(run("out", corpus=corpus))
-    place = r"preprocess_data: .*broken.jsonl:41: U\+D800 .*--on-bad-line skip"
+    place = r"error: .*broken.jsonl:41: U\+D800 .*--on-bad-line skip"
     with pytest.raises(SystemExit, match=place):
         run("out", "--workers", "2", corpus=broken)
     assert contents(str(tmp_path / "out_text_document")) == before
@@ -242,7 +243,7 @@ def test_an_interrupt_keeps_the_finished_part(run, corpus, tmp_path, monkeypatch
     with pytest.raises(SystemExit) as ended:
         run("out", corpus=corpus)
     assert ended.value.code == 130
-    assert "preprocess_data: interrupted" in capsys.readouterr().err
+    assert "interrupted\n" in capsys.readouterr().err
     monkeypatch.undo()
     resumed = contents(run("out", "--resume", corpus=corpus))
     assert resumed == contents(run("whole", corpus=corpus))
@@ -283,7 +284,7 @@ def test_compressed_and_parquet_files_change_no_byte(run, corpus, tmp_path):
     ],
 )
 def test_ends_with_one_line_for_bad_flags(run, corpus, flags, message):
-    with pytest.raises(SystemExit, match=f"preprocess_data: .*{message}"):
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
         run("out", *flags, corpus=corpus)
 
 
@@ -294,8 +295,7 @@ def test_rejects_no_workers(run, corpus, capsys):
 
 
 def test_runs_as_a_script():
-    done = subprocess.run(
-        [sys.executable, preprocess_data.__file__, "--help"], capture_output=True, text=True
-    )
+    script = Path(__file__).parents[2] / "tools/preprocess_data.py"
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--on-bad-line {error,skip,replace}" in done.stdout

@@ -86,8 +86,8 @@ def test_an_error_of_all_ranks_is_two_lines(tmp_path):
 
 
 def test_a_host_that_does_not_resolve_is_refused_before_ranks_start(tmp_path, capsys, monkeypatch):
+    from megatron_untied.commands import torchrun
     from megatron_untied.platform import host_names
-    from tools import torchrun
 
     wait = host_names.require_resolvable
     monkeypatch.setattr(

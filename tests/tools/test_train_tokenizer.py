@@ -3,8 +3,8 @@ import json
 import pytest
 import sentencepiece
 
+from megatron_untied.commands import train_tokenizer
 from tests.data.corpus import NASTY_TEXTS, write_jsonl
-from tools import train_tokenizer
 
 TEXTS = [*NASTY_TEXTS, "def f(x):\n        return x + 2 * y\n" * 30]
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_untied.context_parallel.buffer_plan import Buffer
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.phases import Phase
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.tracing.fake_tensor_cache import FastFakes
@@ -114,8 +116,6 @@ def test_memory_can_be_the_hosts(live):
 
 
 def test_the_cause_of_a_peak_is_named():
-    from megatron_untied.context_parallel.buffer_plan import Buffer, Workspace
-
     with LiveBytes(StepProgress()) as live:
         queries = Buffer(name="q", memory="q", numel=MIB // 4, dtype=torch.float32)
         buffer = Workspace().take(queries, torch.device("cpu"))

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from megatron_untied.training.errors import errors_told_once
+from megatron_untied.training.errors import print_error_once
 from megatron_untied.training.initialize import UserError, read_launch
 from megatron_untied.training.rendezvous import open_store
 from tests.launched import launch
 
 
 def fail_with(rank: int, messages: dict[int, str]) -> None:
-    with errors_told_once(read_launch()):
+    with print_error_once(read_launch()):
         if rank in messages:
             raise UserError(messages[rank])
 

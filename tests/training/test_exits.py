@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_untied.config.run import LoopConfig
-from megatron_untied.step_progress import Place
+from megatron_untied.step_progress import StepPosition
 from megatron_untied.training.exits import EarlyExit, SignalWatch, what_follows
 from tests.distributed import run_on_ranks
 
@@ -74,4 +74,4 @@ def test_all_ranks_end_for_the_same_reason_when_one_is_signaled(number):
     ],
 )
 def test_says_what_a_signal_leads_to(step, save, left, text):
-    assert what_follows(Place(step=step), save, left) == text
+    assert what_follows(StepPosition(step=step), save, left) == text

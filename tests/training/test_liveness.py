@@ -35,8 +35,8 @@ def attending(layer: LayerProgress, chunks: int) -> Iterator[None]:
     """In the forward of a layer, after some of its chunks."""
     with layer.phase(Phase.ATTENTION_FORWARD):
         for chunk in range(chunks):
-            layer.chunk(chunk)
-            layer.attended()
+            layer.begin_chunk(chunk)
+            layer.chunk_completed()
         yield
 
 
@@ -49,7 +49,7 @@ def test_speaks_in_long_steps_only_and_at_its_interval():
     for seconds in range(0, 59, 10):
         beating._beat(now + seconds)
     assert not said
-    with attending(progress.of_layer(0, num_layers=1, num_chunks=2), chunks=1):
+    with attending(progress.for_layer(0, num_layers=1, num_chunks=2), chunks=1):
         for seconds in range(60, 200, 10):
             beating._beat(now + seconds)
     assert len(said) == 3
@@ -73,7 +73,9 @@ def test_interval_0_says_nothing():
 def test_no_end_is_foreseen_before_any_attention_is_done():
     progress = StepProgress(lambda: None)
     progress.begin("iteration 1", 3.5)
-    assert "0.0% | elapsed: 0:02:00 | ETA: unknown |" in heartbeat_line(progress.reached(), 120)
+    assert "0.0% | elapsed: 0:02:00 | ETA: unknown |" in heartbeat_line(
+        progress.last_completed(), 120
+    )
 
 
 def test_a_rank_that_gets_no_further_says_once_who_is_missing(capsys):
@@ -82,7 +84,7 @@ def test_a_rank_that_gets_no_further_says_once_who_is_missing(capsys):
     layers = []
     for each in (beating, other):
         each._progress.begin("iteration 1", 1.0)
-        layers.append(each._progress.of_layer(4, num_layers=8, num_chunks=2))
+        layers.append(each._progress.for_layer(4, num_layers=8, num_chunks=2))
     now = time.monotonic()
     with attending(layers[0], chunks=2), attending(layers[1], chunks=1):
         for seconds in (0, 500, 545, 600):
@@ -120,9 +122,9 @@ def test_explains_other_ways_to_stop(chunks, text):
     for rank, count in chunks.items():
         progress = StepProgress(lambda: None)
         progress.begin("iteration 1", 1.0)
-        layer = progress.of_layer(0, 1, 2)
+        layer = progress.for_layer(0, 1, 2)
         with attending(layer, count) if count else contextlib.nullcontext():
-            places[rank] = progress.reached()
+            places[rank] = progress.last_completed()
         Whereabouts(store, rank, 3).tell(places[rank])
     assert text in Whereabouts(store, 0, 3).explain(places[0])
 

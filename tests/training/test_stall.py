@@ -36,7 +36,7 @@ def fall_asleep_at(place: tuple, kernel, progress) -> None:
     backward = kernel._backward
 
     def sleepy(*arguments) -> None:
-        here = progress.reached()
+        here = progress.last_completed()
         if (here.step, here.phase, here.layer, here.chunk) == place:
             time.sleep(1000)
         backward(*arguments)

@@ -14,7 +14,7 @@ from megatron_untied.training.step import (
     train_step,
 )
 from tests.distributed import run_on_ranks
-from tests.training.tiny_run import learner_on
+from tests.training.tiny_run import train_state_on
 
 
 def random_batch(num_samples: int, *, seed: int, valid: float) -> Batch:
@@ -32,15 +32,15 @@ def joined(batches: list[Batch]) -> Batch:
     return Batch(**{name: torch.cat([getattr(b, name) for b in batches]) for name in fields})
 
 
-def gradients(learner) -> torch.Tensor:
-    return torch.cat([p.main_grad.flatten() for p in learner.model.module.parameters()])
+def gradients(train_state) -> torch.Tensor:
+    return torch.cat([p.main_grad.flatten() for p in train_state.model.module.parameters()])
 
 
-def backward(learner, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-    learner.sharding.zero_grad()
-    valid_tokens = count_valid_tokens(batches, learner.groups.dp_cp)
-    loss = forward_backward(learner, batches, valid_tokens, pretrain_gpt.forward_step)
-    return loss, gradients(learner).clone()
+def backward(train_state, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+    train_state.sharding.zero_grad()
+    valid_tokens = count_valid_tokens(batches, train_state.groups.dp_cp)
+    loss = forward_backward(train_state, batches, valid_tokens, pretrain_gpt.forward_step)
+    return loss, gradients(train_state).clone()
 
 
 UNEVEN = [
@@ -51,9 +51,9 @@ UNEVEN = [
 
 
 def check_micro_batches_add_up(group):
-    learner = learner_on(group)
-    loss, gradient = backward(learner, UNEVEN)
-    whole_loss, whole_gradient = backward(learner, [joined(UNEVEN)])
+    train_state = train_state_on(group)
+    loss, gradient = backward(train_state, UNEVEN)
+    whole_loss, whole_gradient = backward(train_state, [joined(UNEVEN)])
     # The same sums in another order, in fp32.
     torch.testing.assert_close(loss, whole_loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradient, whole_gradient, rtol=1e-4, atol=1e-7)
@@ -64,16 +64,16 @@ def test_micro_batches_of_unequal_weight_add_up_to_the_whole_batch():
 
 
 def check_nothing_valid(group):
-    learner = learner_on(group, weight_decay=0)
-    before = [parameter.clone() for parameter in learner.model.module.parameters()]
+    train_state = train_state_on(group, weight_decay=0)
+    before = [parameter.clone() for parameter in train_state.model.module.parameters()]
     result = train_step(
-        learner,
+        train_state,
         [random_batch(1, seed=1, valid=0.0)],
         num_samples=1,
         forward_step=pretrain_gpt.forward_step,
     )
     assert (result.lm_loss, result.grad_norm, result.valid_tokens) == (0.0, 0.0, 0)
-    for old, new in zip(before, learner.model.module.parameters(), strict=True):
+    for old, new in zip(before, train_state.model.module.parameters(), strict=True):
         assert torch.equal(old, new)
 
 
@@ -83,9 +83,9 @@ def test_a_batch_without_valid_tokens_changes_nothing():
 
 def one_rank_has_nothing(group):
     batch = random_batch(1, seed=1, valid=0.5 if group.rank() else 0.0)
-    learner = learner_on(group)
-    step = train_step(learner, [batch], num_samples=2, forward_step=pretrain_gpt.forward_step)
-    return step, gradients(learner)
+    train_state = train_state_on(group)
+    step = train_step(train_state, [batch], num_samples=2, forward_step=pretrain_gpt.forward_step)
+    return step, gradients(train_state)
 
 
 def test_a_rank_without_valid_tokens_takes_part():
@@ -97,14 +97,14 @@ def test_a_rank_without_valid_tokens_takes_part():
 
 
 def norms_by_clip(group, clip_grad):
-    learner = learner_on(group, clip_grad=clip_grad)
+    train_state = train_state_on(group, clip_grad=clip_grad)
     step = train_step(
-        learner,
+        train_state,
         [random_batch(2, seed=1, valid=1.0)],
         num_samples=2,
         forward_step=pretrain_gpt.forward_step,
     )
-    return step.grad_norm, gradients(learner).norm().item()
+    return step.grad_norm, gradients(train_state).norm().item()
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.01, 100.0])
@@ -115,11 +115,11 @@ def test_the_norm_before_clipping_is_reported_and_the_gradient_clipped_to_it(cli
 
 
 def check_evaluation(group):
-    learner = learner_on(group)
-    loss = evaluate(learner, [UNEVEN, UNEVEN[:1]], forward_step=pretrain_gpt.forward_step)
-    assert learner.model.training
+    train_state = train_state_on(group)
+    loss = evaluate(train_state, [UNEVEN, UNEVEN[:1]], forward_step=pretrain_gpt.forward_step)
+    assert train_state.model.training
     everything = joined([*UNEVEN, UNEVEN[0]])
-    logits = learner.model.module(everything.tokens)[..., :251]
+    logits = train_state.model.module(everything.tokens)[..., :251]
     each = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), everything.labels.flatten(), reduction="none"
     )

@@ -11,7 +11,7 @@ from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import Launch, initialize
 from megatron_untied.training.loop import pretrain
-from megatron_untied.training.state import Learner, build_learner
+from megatron_untied.training.state import TrainState, build_train_state
 from megatron_untied.training.step import Batch
 from tests.training.command_line import tiny_config
 
@@ -28,11 +28,11 @@ def train(group: dist.ProcessGroup, metrics: Path | None = None, **changes: obje
     )
 
 
-def learner_on(group: dist.ProcessGroup, **changes: object) -> Learner:
+def train_state_on(group: dist.ProcessGroup, **changes: object) -> TrainState:
     """The tiny model and its optimizer, without data."""
     config = tiny_config(group.size(), **changes)
     groups = initialize(config, launch_of(group))
-    return build_learner(pretrain_gpt.model_provider, config, groups, StepProgress())
+    return build_train_state(pretrain_gpt.model_provider, config, groups, StepProgress())
 
 
 def launch_of(group: dist.ProcessGroup) -> Launch:

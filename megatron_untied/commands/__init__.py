@@ -1,0 +1,22 @@
+"""The programs: each module is one, and is started in two ways.
+
+An installed package has them as commands, ``megatron-untied-plan`` and so on (the list is in
+pyproject.toml). In a checkout, short scripts under ``tools/`` and ``benchmarks/`` start the same
+``main``.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+
+def documentation(text: str) -> str:
+    """The text for ``--help``, with examples that name the program as it was called.
+
+    Args:
+        text: a module's docstring, whose examples start with ``python tools/NAME.py``.
+    """
+    program = Path(sys.argv[0]).name
+    if not program.startswith("megatron-untied-"):
+        return text
+    return re.sub(r"python (tools|benchmarks)/\w+\.py", program, text)

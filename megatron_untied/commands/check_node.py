@@ -1,0 +1,173 @@
+"""Say whether this machine is a node that a run can be started on, with the numbers.
+
+    python tools/check_node.py --nodes 1 --gpus-per-node 8 FLAGS
+
+FLAGS are those of pretrain_gpt.py; all that plan_memory.py takes can be given. Needed is what its
+plan says, found what this process may use: a container's limits and shares, not its host's. Exit
+status 1 where something falls short, 2 for flags that cannot be.
+"""
+
+import os
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_untied.cli.planner_flags import parse_question
+from megatron_untied.commands import documentation
+from megatron_untied.planner.causes import Cause
+from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
+from megatron_untied.planner.plan import Plan
+from megatron_untied.planner.search import choose, is_automatic
+
+NO_LIMIT = float("inf")
+CAP_IPC_LOCK = 14
+"""A bit of Linux' capabilities."""
+SHARED_RESERVE_GIB = 1
+"""Of /dev/shm, for NCCL."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """What a node has, or what a run needs of it; memory in GiB."""
+
+    gpus: int = 0
+    gpu_memory_gib: float = 0.0
+    """Of the smallest GPU."""
+    host_memory_gib: float = 0.0
+    pinned_gib: float = 0.0
+    """That one process may lock in memory."""
+    shared_memory_gib: float = 0.0
+    """Where the data loader's workers hand over samples, and NCCL's processes meet."""
+
+
+WORDS = {
+    "gpus": ("GPUs", "set GPUS_PER_NODE for fewer, with a --context-parallel-size to fit"),
+    "gpu_memory_gib": (
+        "GiB on each GPU",
+        "--park-during-attention and --optimizer-cpu-offload take less",
+    ),
+    "host_memory_gib": (
+        "GiB of host memory",
+        "--recompute-granularity full --recompute-num-layers 4 keeps less there",
+    ),
+    "pinned_gib": (
+        "GiB of pinned memory a process",
+        "ulimit -l unlimited, or docker run --ulimit memlock=-1",
+    ),
+    "shared_memory_gib": ("GiB in /dev/shm", "docker run --ipc=host, or --num-workers 0"),
+}
+"""What each amount is called, and what to do where there is too little."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare and print; the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        plan = plan_for(argv)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    # Without the flag, a machine without GPUs is a mistake.
+    words = " ".join(argv).replace("--distributed-backend=", "--distributed-backend ")
+    on_cpus = "--distributed-backend gloo" in words
+    needed, found = needs_of(plan, on_cpus=on_cpus), this_node()
+    print("\n".join(table(needed, found)))
+    errors = list(shortfalls(needed, found))
+    print("\n".join(errors), end="\n" * bool(errors), file=sys.stderr)
+    return 1 if errors else 0
+
+
+def plan_for(argv: Sequence[str]) -> Plan:
+    """The plan of the run that the flags describe."""
+    question = parse_question(argv, documentation(__doc__))
+    planned = choose if is_automatic(question.config) else Plan
+    return planned(question.config, question.machine)
+
+
+def needs_of(plan: Plan, *, on_cpus: bool) -> Node:
+    """What a plan takes of each node, with the planner's reserves; on CPUs all is the host's."""
+    ranks, peak = plan.machine.gpus_per_node, plan.peak.num_bytes / GIB
+    host, loader = plan.host.total() / GIB, plan.host[Cause.LOADER] / GIB
+    if on_cpus:
+        return Node(
+            host_memory_gib=ranks * (peak + host + HOST_RESERVE_GIB),
+            shared_memory_gib=ranks * loader,
+        )
+    return Node(
+        gpus=ranks,
+        gpu_memory_gib=peak + DEVICE_RESERVE_GIB,
+        host_memory_gib=ranks * (host + HOST_RESERVE_GIB),
+        pinned_gib=host - loader,
+        shared_memory_gib=ranks * loader + SHARED_RESERVE_GIB,
+    )
+
+
+def table(needed: Node, found: Node) -> Iterator[str]:
+    """Lines that compare."""
+    for name, (words, _) in WORDS.items():
+        need, have = getattr(needed, name), getattr(found, name)
+        yield f"{words:32} needed {_number(need):>9}  here {_number(have):>9}"
+
+
+def shortfalls(needed: Node, found: Node) -> Iterator[str]:
+    """A line for each amount of which there is too little, with what to do."""
+    for name, (words, remedy) in WORDS.items():
+        need, have = getattr(needed, name), getattr(found, name)
+        unseen = name == "gpu_memory_gib" and not found.gpus  # the line before says why
+        if have < need and not unseen:
+            yield (
+                f"error: this node has {_number(have)} {words}, and {_number(need)} are needed; "
+                f"{remedy}"
+            )
+
+
+def _number(amount: float) -> str:
+    return "no limit" if amount == NO_LIMIT else f"{amount:,.1f}".removesuffix(".0")
+
+
+def this_node() -> Node:
+    """What this process may use now."""
+    gpus = torch.cuda.device_count()
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(gpus)]
+    shared = os.statvfs("/dev/shm")
+    return Node(
+        gpus=gpus,
+        gpu_memory_gib=min(sizes, default=0) / GIB,
+        host_memory_gib=host_memory_bytes(Path("/")) / GIB,
+        pinned_gib=pinned_limit_bytes(Path("/")) / GIB,
+        shared_memory_gib=shared.f_bavail * shared.f_frsize / GIB,
+    )
+
+
+def host_memory_bytes(root: Path) -> float:
+    """Memory that can still be had: the machine's, or what a container's limits leave of it.
+
+    Limits are those of control groups, version 2. Page cache that counts against them gives way.
+    ``root`` is where /proc and /sys are.
+    """
+    found = float(_fields(root / "proc/meminfo")["MemAvailable:"]) * 1024
+    group = Path((root / "proc/self/cgroup").read_text().rpartition("0::/")[-1].strip())
+    for folder in (root / "sys/fs/cgroup" / part for part in (group, *group.parents)):
+        limit = folder / "memory.max"
+        if limit.is_file() and limit.read_text().strip() != "max":
+            used = int((folder / "memory.current").read_text())
+            cached = int(_fields(folder / "memory.stat")["inactive_file"])
+            found = min(found, int(limit.read_text()) - used + cached)
+    return found
+
+
+def pinned_limit_bytes(root: Path) -> float:
+    """What this process may lock: all with the capability for it, else as ``ulimit -l`` says."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    may_lock = int(_fields(root / "proc/self/status")["CapEff:"], 16) >> CAP_IPC_LOCK & 1
+    return NO_LIMIT if may_lock or limit == resource.RLIM_INFINITY else limit
+
+
+def _fields(file: Path) -> dict[str, str]:
+    """First and second word of each line that has them."""
+    words = (line.split() for line in file.read_text().splitlines())
+    return {line[0]: line[1] for line in words if len(line) > 1}

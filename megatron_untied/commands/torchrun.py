@@ -57,4 +57,4 @@ def require_meeting_place(args: Namespace) -> None:
     """Raises ``ValueError`` if the host where nodes meet does not resolve."""
     endpoint = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
     host, setting = (endpoint, "--rdzv-endpoint") if endpoint else (args.master_addr, "MASTER_ADDR")
-    require_resolvable(host, setting, say=lambda line: print(line, file=sys.stderr))
+    require_resolvable(host, setting, warn=lambda line: print(line, file=sys.stderr))

@@ -1,6 +1,6 @@
 """Splits files into records: lines of JSON, rows of Parquet, or a plain-text file as a whole.
 
-Files are read as streams, compressed ones too: memory holds one record (of Parquet, one row group).
+Files are read as streams, also compressed ones: memory holds one record, or a row group of Parquet.
 """
 
 import gzip
@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO
 
+from typing_extensions import override
+
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 _PARQUET = ".parquet"
 _COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
@@ -26,16 +28,16 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One record as it is in its file."""
+    """One record in the bytes of its file."""
 
     number: int
     """Line or row, from 1; 0 is a whole file."""
     content: bytes | dict[str, bytes | None]
-    """A line or file, or the columns of a row."""
+    """A line or file, or the columns of a row by name."""
     num_bytes: int
-    """Bytes of the file, compressed as it is, that were read since the record before."""
+    """Bytes of the file, before decompression, read since the previous record."""
     problem: str | None = None
-    """Why there is no content; what follows it in the file may be lost."""
+    """Reason for missing content; the rest of the file may be lost."""
 
 
 def is_plain_text(file: Path) -> bool:
@@ -44,14 +46,14 @@ def is_plain_text(file: Path) -> bool:
 
 
 def check_readable(file: Path, keys: Sequence[str]) -> None:
-    """Find before hours of work what is certain to fail later.
+    """Check what would otherwise fail after hours of work.
 
     Raises:
         OSError: the file cannot be opened.
         ImportError: it needs a package that is not installed.
         ValueError: its format has no ``keys``.
     """
-    file.open("rb").close()
+    file.open("rb").close()  # permissions
     if file.suffix in _PACKAGES:
         _package(file)
     if is_plain_text(file) and tuple(keys) != ("text",):
@@ -61,7 +63,7 @@ def check_readable(file: Path, keys: Sequence[str]) -> None:
 
 
 def read_records(file: Path, keys: Sequence[str]) -> Iterator[Record]:
-    """The records of one file in order, blank lines left out."""
+    """The records of one file in order, without blank lines."""
     if file.suffix == _PARQUET:
         yield from _rows(file, keys)
         return
@@ -69,7 +71,7 @@ def read_records(file: Path, keys: Sequence[str]) -> Iterator[Record]:
         stream = _decompressed(file, raw)
         number = position = 0
         try:
-            head = stream.peek(io.DEFAULT_BUFFER_SIZE)
+            head = stream.peek(io.DEFAULT_BUFFER_SIZE)  # the read below starts at 0 all the same
             problem = _misnamed(file, head) or (None if is_plain_text(file) else _json_array(head))
             if problem:
                 yield Record(number=0, content=b"", num_bytes=_size(file), problem=problem)
@@ -78,6 +80,7 @@ def read_records(file: Path, keys: Sequence[str]) -> Iterator[Record]:
             else:
                 for number, line in enumerate(stream, start=1):
                     if not line.isspace():
+                        # Of the compressed file: it advances by the buffer, not by the line.
                         last, position = position, raw.tell()
                         yield Record(number=number, content=line, num_bytes=position - last)
         except _damage_of(file) as error:
@@ -116,18 +119,20 @@ def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
 
 
 class _ZstdStream(io.RawIOBase):
-    """The content of all frames; zstandard's own reader takes a file cut short for a whole one."""
+    """The content of all frames; zstandard's own reader accepts a truncated file as complete."""
 
     def __init__(self, raw: BinaryIO, decompressor):
         self._raw, self._decompressor = raw, decompressor
         self._frame, self._compressed, self._content = decompressor.decompressobj(), b"", b""
         self._inside_frame = False
 
+    @override
     def readable(self) -> bool:
         return True
 
+    @override
     def readinto(self, buffer: memoryview) -> int:
-        """Raises EOFError if the file ends inside a frame."""
+        # Raises EOFError, as gzip does, if the file ends inside a frame.
         while not self._content:
             self._compressed = self._compressed or self._raw.read(_COMPRESSED_BYTES_AT_A_TIME)
             if not self._compressed:
@@ -150,7 +155,7 @@ def _damage_of(file: Path) -> tuple[type[Exception], ...]:
 
 
 def _misnamed(file: Path, head: bytes) -> str | None:
-    """What is wrong if the first bytes are not what the name promises."""
+    """The problem of a file whose first bytes do not match its name; None without one."""
     for magic, ending in _MAGIC.items():
         if head.startswith(magic):
             return f"the content is that of a {ending} file: rename it to end so, or decompress it"
@@ -160,9 +165,9 @@ def _misnamed(file: Path, head: bytes) -> str | None:
 
 
 def _json_array(head: bytes) -> str | None:
-    """What is wrong if the file is one JSON array, which is never read as a whole.
+    """The problem of a file that is one JSON array, which cannot be streamed; None without one.
 
-    A first line that is a complete array, with lines after it, is but a bad line.
+    A complete array on the first line, followed by other lines, is only a bad line.
     """
     if not head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
         return None
@@ -175,7 +180,7 @@ def _json_array(head: bytes) -> str | None:
         return None
     return (
         "the file is one JSON array where lines of JSON are expected; "
-        "write one object a line, for example with jq -c '.[]'"
+        "write one object per line, for example with jq -c '.[]'"
     )
 
 
@@ -203,7 +208,7 @@ def _rows(file: Path, keys: Sequence[str]) -> Iterator[Record]:
     with _package(file).ParquetFile(file) as source:
         read, number = 0, 0
         for batch in source.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=list(keys)):
-            # Bytes, so that text which is not UTF-8 is met row by row, as in lines of JSON.
+            # Bytes, so that invalid UTF-8 is a problem of one row, as in lines of JSON.
             columns = [
                 batch.column(key).cast(pyarrow.large_string()).cast(pyarrow.large_binary())
                 for key in keys

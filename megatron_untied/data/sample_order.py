@@ -1,8 +1,8 @@
 """The order of samples. Epochs are shuffled independently, so a longer run extends a shorter one.
 
 Megatron-core shuffles all epochs of a run together: its order, and the boundaries of samples,
-depend on the number of epochs and so on the length of the run. Here both are functions of the seed and the
-epoch. The first epoch equals that of a run of one epoch in megatron-core.
+depend on the number of epochs and so on the length of the run. Here both are functions of the seed
+and the epoch. The first epoch equals that of a run of one epoch in megatron-core.
 
 In each epoch the documents are shuffled, concatenated and cut again. Less than a sample remains at
 its end and is dropped; each epoch drops other tokens.

@@ -41,7 +41,8 @@ class Encoder:
     """Encodes text as token ids, checked and in the dtype of the token files.
 
     ``bos`` is prepended and, with ``append_eod``, the end of document appended to every document
-    with text. A text that contains the end of document is a problem, unless ``parse_special_tokens``.
+    with text. A text that contains the end of document is a problem, unless
+    ``parse_special_tokens``.
     """
 
     def __init__(

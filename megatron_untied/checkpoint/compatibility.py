@@ -7,7 +7,7 @@ be the run's (:func:`require_same_structure`), and so must its schedule
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,45 +16,46 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_untied.checkpoint.directory import require_no_lfs_pointer
+from megatron_untied.checkpoint.directory import require_content
 from megatron_untied.config import ModelConfig
+from megatron_untied.config.flag_names import flag_of
 from megatron_untied.config.problems import first_few
 
-STRUCTURE = {
-    "num_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
-    "ffn_hidden_size": "--ffn-hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "num_query_groups": "--num-query-groups",
-    "kv_channels": "--kv-channels",
-    "vocab_size": "tokens in the tokenizer's vocabulary",
-    "swiglu": "--swiglu",
-    "normalization": "--normalization",
-    "add_bias_linear": "biases, off with --disable-bias-linear",
-    "add_qkv_bias": "--add-qkv-bias",
-    "qk_layernorm": "--qk-layernorm",
-    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
-    "norm_epsilon": "--norm-epsilon",
-    "rotary.percent": "--rotary-percent",
-}
-"""Fields of ModelConfig that determine the meaning of a checkpoint's numbers, and what sets them.
-Equal shapes do not suffice: 8 heads of 16 and 4 of 32 have the same."""
+STRUCTURE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "swiglu",
+    "normalization",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "norm_epsilon",
+    "rotary.percent",
+)
+"""Fields of ModelConfig that determine the meaning of a checkpoint's weights. Equal shapes do not
+suffice: 8 heads of width 16 and 4 heads of width 32 have the same."""
 
-CHANGEABLE = {
-    "max_position_embeddings": "--max-position-embeddings",
-    "window_size": "--window-size",
-    "rotary.base": "--rotary-base",
-    "rotary.scaling": "scaling of the rotary embedding",
-    "rotary.scaling_factor": "its stretch",
-    "rotary.original_max_positions": "its original context",
-    "rotary.low_freq_factor": "its low_freq_factor",
-    "rotary.high_freq_factor": "its high_freq_factor",
-    "rotary.beta_fast": "--yarn-beta-fast",
-    "rotary.beta_slow": "--yarn-beta-slow",
-    "rotary.attention_factor": "--yarn-mscale",
-    "rotary.truncate": "--no-yarn-correction-range-round-to-int",
-}
-"""Fields that also change the function, but that a run changes to continue at a longer context."""
+CHANGEABLE = (
+    "max_position_embeddings",
+    "window_size",
+    "rotary.base",
+    "rotary.scaling",
+    "rotary.scaling_factor",
+    "rotary.original_max_positions",
+    "rotary.low_freq_factor",
+    "rotary.high_freq_factor",
+    "rotary.beta_fast",
+    "rotary.beta_slow",
+    "rotary.attention_factor",
+    "rotary.truncate",
+)
+"""Fields that change the function too, but that are changed to continue at a longer context."""
 
 SCALING_FIELDS = {
     "none": (),
@@ -83,7 +84,7 @@ class TensorFiles:
             ValueError: the index or one of the files is missing, cut off or a Git LFS pointer.
         """
         if (folder / ".metadata").is_file():
-            require_no_lfs_pointer(folder / ".metadata")
+            require_content(folder / ".metadata")
         try:
             index = dcp.FileSystemReader(folder).read_metadata()
         except Exception as error:  # a damaged pickle can raise any exception
@@ -142,24 +143,17 @@ def changed_settings(stored: ModelConfig, here: ModelConfig) -> list[str]:
     fields = ["window_size", "rotary.base", "rotary.scaling", *scaling]
     if here.max_position_embeddings > stored.max_position_embeddings:
         fields.append("max_position_embeddings")
-    return list(_differing({field: CHANGEABLE[field] for field in fields}, stored, here))
+    return list(_differing(fields, stored, here))
 
 
-def name_of_setting(field: str) -> str:
-    """The flag or setting of a field of ModelConfig such as ``rotary.base``."""
-    return (STRUCTURE | CHANGEABLE).get(field) or "--" + field.replace("_", "-")
-
-
-def _differing(fields: Mapping[str, str], stored: ModelConfig, here: ModelConfig) -> Iterator[str]:
-    for field, name in fields.items():
+def _differing(fields: Iterable[str], stored: ModelConfig, here: ModelConfig) -> Iterator[str]:
+    for field in fields:
         before, now = (operator.attrgetter(field)(model) for model in (stored, here))
         if before == now:
             continue
-        if (
-            field == "window_size"
-        ):  # the flag counts the tokens before a query, the field also itself
+        if field == "window_size":  # as the flag counts: without the query itself
             before, now = ("unlimited" if n is None else f"{n - 1},0" for n in (before, now))
-        yield f"{name}: {before}, here {now}"
+        yield f"{flag_of(f'model.{field}')}: {before}, here {now}"
 
 
 def damaged(folder: Path, what: str) -> str:
@@ -177,7 +171,7 @@ def _broken_files(folder: Path, index: Metadata) -> Iterator[str]:
         path = folder / name
         size = path.stat().st_size if path.is_file() else 0
         if 0 < size < end:
-            require_no_lfs_pointer(path)
+            require_content(path)
         if size < end:
             yield f"{name} has {size} of {end} bytes"
 

@@ -65,7 +65,7 @@ def _from_json(config: type, values: dict[str, Any], path: Path) -> Any:
     if unknown or missing:
         raise ValueError(f"{path}: {config.__name__} has unknown {unknown}, missing {missing}")
     for name, kind in typing.get_type_hints(config).items():
-        if name in values and not _is_a(values[name], kind):
+        if name in values and not is_a(values[name], kind):
             expected = getattr(kind, "__name__", str(kind)).removeprefix("typing.")
             raise ValueError(
                 f"{path}: {name} is {values[name]!r}, which is no {expected}; choose another "
@@ -74,12 +74,12 @@ def _from_json(config: type, values: dict[str, Any], path: Path) -> Any:
     return config(**values)
 
 
-def _is_a(value: Any, kind: Any) -> bool:
+def is_a(value: Any, kind: Any) -> bool:
     """Whether a JSON value can be in a field annotated with ``kind``."""
     if typing.get_origin(kind) is typing.Literal:
         return value in typing.get_args(kind)
     if typing.get_args(kind):
-        return any(_is_a(value, member) for member in typing.get_args(kind))  # a union
+        return any(is_a(value, member) for member in typing.get_args(kind))
     if isinstance(value, bool) or kind is bool:  # Python's bool is an int
         return isinstance(value, bool) and kind is bool
     return isinstance(value, (int, float) if kind is float else kind)  # JSON writes 1.0 as 1.0 or 1

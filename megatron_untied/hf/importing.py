@@ -19,7 +19,7 @@ from megatron_untied.checkpoint.state import StoredState
 from megatron_untied.config import ModelConfig
 from megatron_untied.hf.config import model_config_from_hf
 from megatron_untied.hf.names import EMBEDDING, OUTPUT, check_tensors, hf_layouts
-from megatron_untied.hf.safetensors_folder import SafetensorsFolder, TensorSpec
+from megatron_untied.hf.safetensors_folder import SafetensorsFolder, TensorSpec, finite
 from megatron_untied.hf.tokenizer_files import CONFIG, FOLDER, copy_small_files, read_config
 from megatron_untied.sharding.parameter_layout import ParameterLayout
 from megatron_untied.sharding.tensor_slice import TensorSlice
@@ -111,9 +111,13 @@ class Import:
                     place = inside.shifted(mapping.global_offsets)
                     dtype = self._spec(name).dtype
                     # Blocks are whole rows of the file's tensor, in one piece there.
-                    read = functools.partial(self.tensors.rows, name, *_row_range(tensor_slice))
+                    read = functools.partial(self._rows, name, tensor_slice)
                     unread.add(place, dtype, read)
         return tensors
+
+    def _rows(self, name: str, tensor_slice: TensorSlice) -> Tensor:
+        rows = self.tensors.rows(name, *_row_range(tensor_slice))
+        return finite(rows, self._spec(name).dtype, name)
 
     def _spec(self, name: str) -> TensorSpec:
         stored = self.tensors.specs[name]
@@ -143,7 +147,7 @@ class LazyTensor(GlobalTensor):
     def add(
         self, tensor_slice: TensorSlice, dtype: torch.dtype, read: Callable[[], Tensor]
     ) -> None:
-        """Add a slice, to be written as ``dtype``; ``read`` returns its elements in any dtype."""
+        """Add a slice; ``read`` returns its elements in ``dtype``."""
         offsets = torch.Size(tensor_slice.offsets)
         # DCP plans by shape and dtype: a tensor without memory will do.
         self.slices[offsets] = torch.empty(tensor_slice.sizes, dtype=dtype, device="meta")
@@ -151,7 +155,7 @@ class LazyTensor(GlobalTensor):
 
     @override
     def to_write(self, offsets: torch.Size) -> Tensor:
-        part = self._reads[offsets]().to(self.slices[offsets].dtype)
+        part = self._reads[offsets]()
         self._advance(part.nbytes)
         return part
 

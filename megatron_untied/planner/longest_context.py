@@ -4,6 +4,7 @@ Two steps. The first one finds the length, with the settings that take the least
 one keeps the length and takes each setting back to the fastest value that still fits.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -173,21 +174,33 @@ def _longest(plan: Plan, floor: int) -> int:
 def _with_fewest_on_host(plan: Plan, tokens: int) -> Plan | None:
     """``plan`` at that length with as few layers on the host as the GPU needs; None: none fits."""
     longer = plan.at_length(tokens)
-    longer = longer.with_settings("memory", cpu_offloading_num_layers=0)
-    if fits(longer, with_host=False):
-        return longer if longer.fits_host else None
-    low, high = 0, longer.geometry.num_layers
-    placed = longer.with_settings("memory", cpu_offloading_num_layers=high)
-    if not (longer.geometry.is_streamed and fits(placed, with_host=False)):
+    none = longer.with_settings("memory", cpu_offloading_num_layers=0)
+    every = none
+    if longer.geometry.is_streamed:
+        layers = longer.geometry.num_layers
+        every = longer.with_settings("memory", cpu_offloading_num_layers=layers)
+    if not fits(every, with_host=False):
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        fewer = longer.with_settings("memory", cpu_offloading_num_layers=middle)
-        if fewer.fits_device:
-            high, placed = middle, fewer
+    if none.fits_device:
+        return none if none.fits_host else None
+    # ``more`` fits the device and ``fewer`` does not.
+    limit, fewer, more = plan.machine.device_bytes, none, every
+    while (gap := _num_on_host(more) - _num_on_host(fewer)) > 1:
+        # The peak falls by the same for each layer as long as it stays in the same phase, so a
+        # straight line finds the number in two plans, where bisection takes one per bit.
+        excess = fewer.peak.num_bytes - limit
+        share = excess / (fewer.peak.num_bytes - more.peak.num_bytes)
+        number = _num_on_host(fewer) + min(max(math.ceil(share * gap), 1), gap - 1)
+        middle = longer.with_settings("memory", cpu_offloading_num_layers=number)
+        if middle.fits_device:
+            more = middle
         else:
-            low = middle
-    return placed if placed.fits_host else None
+            fewer = middle
+    return more if more.fits_host else None
+
+
+def _num_on_host(plan: Plan) -> int:
+    return plan.config.memory.cpu_offloading_num_layers
 
 
 def _limit_of_any_offload(plan: Plan, tokens: int) -> str:

@@ -185,13 +185,13 @@ class StreamedStep(Step):
         lse = Bytes({MemoryCategory.KEPT: self.geometry.lse_bytes})
 
         attention = alive + self._residual_in_attention + self.tiles.projection
-        attention += kept.workspace[Phase.ATTENTION_FORWARD, layer]
+        attention += kept.workspace(Phase.ATTENTION_FORWARD, layer)
         # Log-sum-exps that stay on the device are already counted with what is kept.
         is_counted = policy.selective and not policy.lse_on_host(layer)
         yield Phase.ATTENTION_FORWARD, attention + (Bytes() if is_counted else lse)
 
         mlp = alive + self.residual + self.tiles.mlp_forward
-        mlp += kept.workspace[Phase.MLP_FORWARD, layer]
+        mlp += kept.workspace(Phase.MLP_FORWARD, layer)
         yield Phase.MLP_FORWARD, mlp + (Bytes() if policy.selective else lse)
 
     @override
@@ -207,20 +207,20 @@ class StreamedStep(Step):
         mlp_gradients = full_gradients(output_and_mlp_unit(geo.config.model, geo.num_tensor))
         qkv_gradients = full_gradients(qkv_unit(geo.config.model, geo.num_tensor))
         has_sums = geo.num_tiles > 1
-        mlp = alive + self.residual + workspace[Phase.MLP_BACKWARD, layer]
+        mlp = alive + self.residual + workspace(Phase.MLP_BACKWARD, layer)
         sums = mlp_gradients if has_sums else Bytes()
         yield Phase.MLP_BACKWARD, mlp + self.tiles.mlp_backward + sums
         yield Phase.MLP_BACKWARD, mlp + self.tiles.mlp_backward_end + mlp_gradients
 
         kernel = self.activations.kernel
         attention = alive + self._residual_in_attention + mlp_gradients
-        attention += workspace[Phase.ATTENTION_BACKWARD, layer]
+        attention += workspace(Phase.ATTENTION_BACKWARD, layer)
         loading = Bytes({MemoryCategory.KERNEL: kernel.kv_grads_while_loading})
         yield Phase.ATTENTION_BACKWARD, attention + loading + self.tiles.projection
         most = Bytes({MemoryCategory.KERNEL: max(kernel.peak, kernel.kv_grads)})
         yield Phase.ATTENTION_BACKWARD, attention + most
 
-        qkv = alive + self.residual + workspace[Phase.QKV_BACKWARD, layer]
+        qkv = alive + self.residual + workspace(Phase.QKV_BACKWARD, layer)
         qkv += Bytes({MemoryCategory.SLOTS: kernel.kv_grads}) + self.tiles.qkv_backward
         qkv += mlp_gradients + (qkv_gradients if has_sums else Bytes())
         yield Phase.QKV_BACKWARD, qkv
@@ -242,12 +242,12 @@ class StreamedStep(Step):
         """
         policy, workspace = self.activations.policy, self.activations.workspace
         if not policy.selective:
-            attention = alive + workspace[Phase.RECOMPUTE_ATTENTION, layer]
+            attention = alive + workspace(Phase.RECOMPUTE_ATTENTION, layer)
             yield Phase.RECOMPUTE_ATTENTION, attention + self.tiles.projection
         members = layer - policy.first_of_group(layer) + 1
         if members == 1:
             return
-        alive += workspace[Phase.RECOMPUTE_MLP, layer - 1]
+        alive += workspace(Phase.RECOMPUTE_MLP, layer - 1)
         yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward
         yield Phase.BACKWARD, alive + self.residual
         if members == 2:
@@ -265,7 +265,7 @@ class StreamedStep(Step):
         alive = self.in_backward(self.geometry.num_layers - layer) + self.residual
         alive += self.weights.gathered(Stage.AFTER_LAYER_BACKWARD, layer)
         alive += self.weights.reducing(unit) + full_gradients(unit)
-        alive += self.activations.workspace[Phase.BACKWARD, layer]
+        alive += self.activations.workspace(Phase.BACKWARD, layer)
         return alive + (self.activations.kept_backward(layer - 1) if layer else Bytes())
 
 

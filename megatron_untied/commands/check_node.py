@@ -22,6 +22,7 @@ from megatron_untied.phases import MemoryCategory
 from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.search import choose, is_automatic
+from megatron_untied.platform import device
 
 NO_LIMIT = float("inf")
 CAP_IPC_LOCK = 14
@@ -137,37 +138,14 @@ def this_node() -> Node:
     return Node(
         gpus=gpus,
         gpu_memory_gib=min(sizes, default=0) / GIB,
-        host_memory_gib=host_memory_bytes(Path("/")) / GIB,
+        host_memory_gib=device.host_memory_bytes() / GIB,
         pinned_gib=pinned_limit_bytes(Path("/")) / GIB,
         shared_memory_gib=shared.f_bavail * shared.f_frsize / GIB,
     )
 
 
-def host_memory_bytes(root: Path) -> float:
-    """Bytes of available memory: the machine's, or what a container's limits leave of it.
-
-    Limits are those of control groups, version 2. ``root`` is the folder of /proc and /sys.
-    """
-    found = float(_fields(root / "proc/meminfo")["MemAvailable:"]) * 1024
-    group = Path((root / "proc/self/cgroup").read_text().rpartition("0::/")[-1].strip())
-    for folder in (root / "sys/fs/cgroup" / part for part in (group, *group.parents)):
-        limit = folder / "memory.max"
-        if limit.is_file() and limit.read_text().strip() != "max":
-            used = int((folder / "memory.current").read_text())
-            # Page cache counts against the limit but is dropped on demand.
-            cached = int(_fields(folder / "memory.stat")["inactive_file"])
-            found = min(found, int(limit.read_text()) - used + cached)
-    return found
-
-
 def pinned_limit_bytes(root: Path) -> float:
     """Bytes that this process may lock: no limit with the capability, else ``ulimit -l``."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    may_lock = int(_fields(root / "proc/self/status")["CapEff:"], 16) >> CAP_IPC_LOCK & 1
+    may_lock = int(device.fields_of(root / "proc/self/status")["CapEff:"], 16) >> CAP_IPC_LOCK & 1
     return NO_LIMIT if may_lock or limit == resource.RLIM_INFINITY else limit
-
-
-def _fields(file: Path) -> dict[str, str]:
-    """First and second word of each line, as in files of /proc and control groups."""
-    words = (line.split() for line in file.read_text().splitlines())
-    return {line[0]: line[1] for line in words if len(line) > 1}

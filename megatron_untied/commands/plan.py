@@ -14,7 +14,8 @@ The longest context that fits needs no --seq-length; the answer has the command 
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 
@@ -170,7 +171,8 @@ def write(request: PlanRequest, found: dict, plan: Plan) -> None:
     if request.json == "-":
         print(text)
     elif request.json:
-        Path(request.json).write_text(text + "\n")
+        with output_named("--json", request.json):
+            Path(request.json).write_text(text + "\n")
     if request.plot:
         # A second of start-up that most plans need not pay.
         import matplotlib
@@ -178,4 +180,14 @@ def write(request: PlanRequest, found: dict, plan: Plan) -> None:
         matplotlib.use("Agg")
         from megatron_untied.planner.plot import draw
 
-        draw(plan).savefig(request.plot, dpi=150)
+        with output_named("--plot", request.plot):
+            draw(plan).savefig(request.plot, dpi=150)
+
+
+@contextmanager
+def output_named(flag: str, path: str) -> Iterator[None]:
+    """Errors of writing ``path`` name ``flag``."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{flag} {path} cannot be written: {error.strerror or error}") from error

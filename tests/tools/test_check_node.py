@@ -10,12 +10,12 @@ from megatron_untied.commands.check_node import (
     HOST_RESERVE_GIB,
     NO_LIMIT,
     Node,
-    host_memory_bytes,
     needs_of,
     pinned_limit_bytes,
     plan_for,
     shortfalls,
 )
+from megatron_untied.platform.device import host_memory_bytes
 
 NEEDED = Node(
     gpus=8, gpu_memory_gib=61.2, host_memory_gib=1830, pinned_gib=222, shared_memory_gib=6

@@ -75,7 +75,14 @@ class _Allocations:
 
 
 def _width(d: int) -> int:
-    return next(width for width in (64, 96, 128, 192, 256) if d <= width)
+    widths = (64, 96, 128, 192, 256)
+    if d > widths[-1]:
+        raise ValueError(
+            f"--kv-channels {d} (hidden size / heads, unless given): FlashAttention-3, which "
+            f"memory is counted for, takes heads of up to {widths[-1]} channels; give more heads "
+            "or fewer channels"
+        )
+    return next(width for width in widths if d <= width)
 
 
 def _block_rows(width: int, *, masked: bool) -> tuple[int, int]:

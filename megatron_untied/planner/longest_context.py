@@ -26,12 +26,8 @@ class LongestContext:
     """A plan at the longest length that fits, and what a longer one would lack."""
 
     plan: Plan
+    tokens: int
     limit: str
-
-    @property
-    def tokens(self) -> int:
-        """The length."""
-        return self.plan.config.batch.seq_length
 
 
 def limit_of(plan: Plan, tokens: int) -> str:
@@ -64,7 +60,7 @@ def longest_context(plans: list[Plan]) -> LongestContext | None:
         if longer:
             best, tokens = candidate, longer
     plan = replace(_fastest(best, tokens), every_layer=True)
-    return LongestContext(plan, _limit_of_any_offload(best, tokens))
+    return LongestContext(plan, tokens, _limit_of_any_offload(best, tokens))
 
 
 def _least_memory(plan: Plan) -> Iterator[Plan]:
@@ -183,24 +179,20 @@ def _with_fewest_on_host(plan: Plan, tokens: int) -> Plan | None:
         return None
     if none.fits_device:
         return none if none.fits_host else None
-    # ``more`` fits the device and ``fewer`` does not.
-    limit, fewer, more = plan.machine.device_bytes, none, every
-    while (gap := _num_on_host(more) - _num_on_host(fewer)) > 1:
+    # ``more`` with ``high`` layers on the host fits the device, ``fewer`` with ``low`` does not.
+    low, high, fewer, more = 0, longer.geometry.num_layers, none, every
+    while high - low > 1:
         # The peak falls by the same for each layer as long as it stays in the same phase, so a
         # straight line finds the number in two plans, where bisection takes one per bit.
-        excess = fewer.peak.num_bytes - limit
+        excess = fewer.peak.num_bytes - plan.machine.device_bytes
         share = excess / (fewer.peak.num_bytes - more.peak.num_bytes)
-        number = _num_on_host(fewer) + min(max(math.ceil(share * gap), 1), gap - 1)
-        middle = longer.with_settings("memory", cpu_offloading_num_layers=number)
-        if middle.fits_device:
-            more = middle
+        middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+        placed = longer.with_settings("memory", cpu_offloading_num_layers=middle)
+        if placed.fits_device:
+            high, more = middle, placed
         else:
-            fewer = middle
+            low, fewer = middle, placed
     return more if more.fits_host else None
-
-
-def _num_on_host(plan: Plan) -> int:
-    return plan.config.memory.cpu_offloading_num_layers
 
 
 def _limit_of_any_offload(plan: Plan, tokens: int) -> str:

@@ -41,17 +41,27 @@ class MemorySnapshot:
         return self.by_category.total()
 
 
-@dataclass(frozen=True)
 class Step(ABC):
-    """A step of one rank, after the first one; subclasses add the layers.
+    """A step of one rank, after the first one; subclasses add the layers."""
 
-    ``rank`` counts Ulysses ranks, whose heads, and so whose buffers, may differ.
-    """
+    def __init__(self, geometry: Geometry, rank: int = 0, every_layer: bool = True) -> None:
+        """What is alive all along.
 
-    geometry: Geometry
-    rank: int = 0
-    every_layer: bool = True
-    """Otherwise only the layers at which something changes: the same peak in less time."""
+        Args:
+            geometry: sizes of the rank.
+            rank: a Ulysses rank; their heads, and so their buffers, may differ.
+            every_layer: otherwise only the layers at which something changes, which have the same
+                peak in less time.
+        """
+        self.geometry, self.rank, self.every_layer = geometry, rank, every_layer
+        self.weights = weights = ShardedWeights.of(geometry)
+        self.states = self._inputs() + (Bytes() if weights.is_on_host else weights.at_rest())
+        """Through a whole step: weights, moments, and what every layer reads."""
+        has_gradients = geometry.num_micro_batches > 1  # of the micro-batches before
+        self.in_forward = self.states + (weights.gradients(None) if has_gradients else Bytes())
+        """Through a whole forward."""
+        self.residual = Bytes({MemoryCategory.RESIDUAL: geometry.residual_bytes})
+        """The residual, in backward its gradient: [n, b, m] or a part of it."""
 
     def snapshots(self) -> Iterator[MemorySnapshot]:
         """The peaks of each phase, in the order of a step."""
@@ -109,16 +119,9 @@ class Step(ABC):
         layers |= {num_layers - 2, num_layers - 1}
         return sorted(i for i in layers if 0 <= i < num_layers)
 
-    @cached_property
-    def weights(self) -> ShardedWeights:
-        """The weights of this rank."""
-        return ShardedWeights(self.geometry)
-
-    @cached_property
-    def states(self) -> Bytes:
-        """Alive through a whole step: weights, moments, and what every layer reads."""
+    def _inputs(self) -> Bytes:
+        """The batch, the rotary table, and the buffer of sequence parallelism."""
         geo = self.geometry
-        states = Bytes() if self.weights.is_on_host else self.weights.at_rest()
         # Tokens, labels (int64) and masks (fp32) of all micro-batches; weights of one's tokens.
         batch = 20 * geo.n * geo.b * geo.num_micro_batches + 4 * geo.n * geo.b
         # fp32 cosines and sines: one table, or one per sample where positions are reset.
@@ -129,16 +132,10 @@ class Step(ABC):
         # Megatron-core's one buffer for what sequence parallelism gathers: [tokens, m].
         gathered_tokens = geo.tile_tokens if geo.is_streamed else geo.tokens
         gathered = gathered_tokens * geo.m * geo.itemsize if geo.num_token_parts > 1 else 0
-        return states + Bytes({MemoryCategory.INPUTS: inputs, MemoryCategory.TILES: gathered})
-
-    @cached_property
-    def in_forward(self) -> Bytes:
-        """Alive through a whole forward: the states, and gradients of earlier micro-batches."""
-        has_gradients = self.geometry.num_micro_batches > 1
-        return self.states + (self.weights.gradients(None) if has_gradients else Bytes())
+        return Bytes({MemoryCategory.INPUTS: inputs, MemoryCategory.TILES: gathered})
 
     def in_backward(self, num_layers_done: int) -> Bytes:
-        """The same in backward, with the gradients that are done.
+        """Through a backward, with the gradients that are done.
 
         The gradient of a tied output matrix is whole until the end, where the lookup's joins it.
         """
@@ -163,19 +160,17 @@ class Step(ABC):
         return alive + self.weights.reduce_buffer(reduced)
 
 
-@dataclass(frozen=True)
 class StreamedStep(Step):
     """A step whose layers recompute."""
 
-    @cached_property
-    def activations(self) -> StreamedActivations:
-        """What layers keep, and the workspace."""
-        return StreamedActivations.of(self.geometry, self.rank)
-
-    @cached_property
-    def tiles(self) -> Tiles:
-        """Temporaries of tiles."""
-        return Tiles.of(self.geometry)
+    def __init__(self, geometry: Geometry, rank: int = 0, every_layer: bool = True) -> None:
+        """As a step, with what layers keep, their workspace, and temporaries of tiles."""
+        super().__init__(geometry, rank, every_layer)
+        self.activations = StreamedActivations.of(geometry, rank)
+        self.tiles = Tiles.of(geometry)
+        # Parked, the residual is on the host while attention runs.
+        is_parked = self.activations.policy.park
+        self.residual_in_attention = Bytes() if is_parked else self.residual
 
     @override
     def layer_forward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
@@ -184,7 +179,7 @@ class StreamedStep(Step):
         alive += kept.kept_forward(layer)
         lse = Bytes({MemoryCategory.KEPT: self.geometry.lse_bytes})
 
-        attention = alive + self._residual_in_attention + self.tiles.projection
+        attention = alive + self.residual_in_attention + self.tiles.projection
         attention += kept.workspace(Phase.ATTENTION_FORWARD, layer)
         # Log-sum-exps that stay on the device are already counted with what is kept.
         is_counted = policy.selective and not policy.lse_on_host(layer)
@@ -213,7 +208,7 @@ class StreamedStep(Step):
         yield Phase.MLP_BACKWARD, mlp + self.tiles.mlp_backward_end + mlp_gradients
 
         kernel = self.activations.kernel
-        attention = alive + self._residual_in_attention + mlp_gradients
+        attention = alive + self.residual_in_attention + mlp_gradients
         attention += workspace(Phase.ATTENTION_BACKWARD, layer)
         loading = Bytes({MemoryCategory.KERNEL: kernel.kv_grads_while_loading})
         yield Phase.ATTENTION_BACKWARD, attention + loading + self.tiles.projection
@@ -229,10 +224,6 @@ class StreamedStep(Step):
     @override
     def kept(self) -> Bytes:
         return self.activations.kept_forward(self.geometry.num_layers - 1)
-
-    @property
-    def _residual_in_attention(self) -> Bytes:
-        return Bytes() if self.activations.policy.park else self.residual
 
     def _recompute_group(self, layer: int, alive: Bytes) -> Iterator[tuple[Phase, Bytes]]:
         """The group that ends with ``layer`` is recomputed when the backward of ``layer`` begins.
@@ -269,7 +260,6 @@ class StreamedStep(Step):
         return alive + (self.activations.kept_backward(layer - 1) if layer else Bytes())
 
 
-@dataclass(frozen=True)
 class PlainStep(Step):
     """A step whose layers keep all that autograd saves."""
 

@@ -88,7 +88,7 @@ class Case:
 
     @property
     def tile(self) -> int:
-        """Tokens. Parked, attention takes less memory, so tiles must be smaller not to be the peak."""
+        """Tokens; smaller when parked, as attention takes less and a tile must not be the peak."""
         sizes = [size for limit, size in self.subject.tiles if LENGTHS[self.length] <= limit * MI]
         parked = "parked" in self.setting and LENGTHS[self.length] < 8 * MI
         return min(sizes[0], 16384) if parked else sizes[0]

@@ -54,7 +54,8 @@ def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     own, flags = parser.parse_known_args(argv)
     if own.rank not in range(own.world_size):
         parser.error(
-            f"--rank {own.rank} is not one of the {own.world_size} ranks: use 0 to {own.world_size - 1}"
+            f"--rank {own.rank} is not one of the {own.world_size} ranks: "
+            f"use 0 to {own.world_size - 1}"
         )
     for file in filter(None, (own.json, own.plot)):
         try:

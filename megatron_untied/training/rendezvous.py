@@ -100,7 +100,7 @@ def require_same_config(config: RunConfig, launch: Launch, store: dist.Store) ->
     first = json.loads(store.get("config"))  # blocks until rank 0 has set it
     differing = {name: mine.get(name) for name in first | mine if mine.get(name) != first.get(name)}
     if differing:
-        number = store.add("ranks that differ", 1)
+        number = store.add("ranks that differ", 1)  # atomic, so each report has its own key
         store.set(f"difference {number}", json.dumps([launch.rank, differing]))
     _barrier(store, "compared", launch, ranks_that_wait=range(launch.world_size))
     numbers = range(1, store.add("ranks that differ", 0) + 1)

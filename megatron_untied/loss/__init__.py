@@ -1,1 +1,1 @@
-"""."""
+"""The training loss, computed without the logits of the whole sequence."""

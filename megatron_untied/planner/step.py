@@ -179,7 +179,9 @@ class StreamedStep(Step):
     def forward(self, layer: int) -> Iterator[Moment]:
         kept, lse = self.activations, Bytes({Cause.KEPT: self.geometry.lse_bytes})
         rest = self.in_forward + self.weights.gathered_forward(layer) + kept.kept_forward(layer)
-        counted = self.policy.selective and not self.policy.lse_on_host(layer)  # with what is kept
+        counted = (
+            self.policy.selective and not self.policy.layers[layer].lse_on_host
+        )  # with what is kept
         attending = rest + self._residual_in_attention + self.tiles.projecting()
         attending += kept.workspace(Phase.ATTENTION_FORWARD, layer)
         yield Moment(Phase.ATTENTION_FORWARD, attending + (Bytes() if counted else lse))
@@ -190,7 +192,7 @@ class StreamedStep(Step):
     @override
     def backward(self, layer: int) -> Iterator[Moment]:
         rest, workspace = self._in_layer_backward(layer), self.activations.workspace
-        if layer == self.policy.last_of_group(layer):
+        if layer == self.policy.layers[layer].group[-1]:
             yield from self._recompute(layer, rest + self.residual)
         yield from self._mlp_backward(rest + self.residual + workspace(Phase.MLP_BACKWARD, layer))
         yield from self._attention_backward(layer, rest + self._residual_in_attention)
@@ -229,7 +231,7 @@ class StreamedStep(Step):
         )  # fmt: skip
 
     def _fetched_lse(self, layer: int) -> Bytes:
-        on_host = self.policy.lse_on_host(layer)
+        on_host = self.policy.layers[layer].lse_on_host
         return Bytes({Cause.KEPT: self.geometry.lse_bytes if on_host else 0})
 
     def _recompute(self, layer: int, rest: Bytes) -> Iterator[Moment]:
@@ -238,12 +240,12 @@ class StreamedStep(Step):
         if not policy.selective:
             held = workspace(Phase.RECOMPUTE_ATTENTION, layer)
             yield Moment(Phase.RECOMPUTE_ATTENTION, rest + held + self.tiles.projecting())
-        members = layer - policy.first_of_group(layer) + 1
+        members = layer - policy.layers[layer].group[0] + 1
         if members > 1:
             rest += workspace(Phase.RECOMPUTE_MLP, layer - 1)
             yield from self._inputs_again(rest)
         if members > 2:  # the layer before last arrives meanwhile; the last has no input yet
-            last = 0 if policy.input_on_host(layer) else self.geometry.residual_bytes
+            last = 0 if policy.layers[layer].input_on_host else self.geometry.residual_bytes
             earlier = rest + self.weights.one_more_layer() - Bytes({Cause.KEPT: last})
             yield from self._inputs_again(earlier)
 

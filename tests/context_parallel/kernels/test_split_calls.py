@@ -70,7 +70,7 @@ def test_the_boundary_counts_padding():
     assert len(split_calls(shape(fits), Mask(), limits)) == 1
     with pytest.raises(ValueError, match=r"give more ring ranks"):
         split_calls(shape(fits + 1), Mask(), limits)
-    with pytest.raises(ValueError, match=r"kernel counts below 2147483648"):
+    with pytest.raises(ValueError, match=r"kernel's limit is 2147483648"):
         split_calls(shape(fits, d=136), Mask(), limits)  # padded to 192 inside
 
 

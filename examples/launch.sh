@@ -10,15 +10,16 @@
 # tiny sizes on two to four ranks, saves, and goes on from that checkpoint. Its folders end in -rehearsal.
 #
 # Several nodes: the same command on each, with MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and GPUS_PER_NODE set as
-# torchrun knows them. Other nodes: GPU_MEMORY_GIB, of one GPU, and HOST_MEMORY_GIB, of a node.
+# torchrun knows them. Other nodes: GPU, a name that plan_memory.py --gpu takes; GPU_MEMORY_GIB, of one GPU, and
+# HOST_MEMORY_GIB, of a node, where they differ from that GPU's usual nodes.
 set -euo pipefail
 ROOT="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 # The nodes that are planned for, unless a launcher or the caller says otherwise.
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
-GPU_MEMORY_GIB="${GPU_MEMORY_GIB:-80}"
-HOST_MEMORY_GIB="${HOST_MEMORY_GIB:-2048}"
+GPU="${GPU:-h100-80}"
 DEFAULT_TOKENIZER=MOCK
+TORCHRUN=(python "$ROOT/tools/torchrun.py")
 
 # The comments at the top of a script.
 header_of() { sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$1"; }
@@ -140,12 +141,11 @@ launch() {
     source "$ROOT/tools/environment.sh"
     local flags
     join_flags "$@"
-    local nodes=(
-        --nodes "$NNODES" --gpus-per-node "$GPUS_PER_NODE"
-        --gpu-memory-gib "$GPU_MEMORY_GIB" --host-memory-gib "$HOST_MEMORY_GIB"
-    )
+    local nodes=(--nodes "$NNODES" --gpus-per-node "$GPUS_PER_NODE" --gpu "$GPU")
+    [[ -z "${GPU_MEMORY_GIB:-}" ]] || nodes+=(--gpu-memory-gib "$GPU_MEMORY_GIB")
+    [[ -z "${HOST_MEMORY_GIB:-}" ]] || nodes+=(--host-memory-gib "$HOST_MEMORY_GIB")
     local command=(
-        torchrun --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --node-rank "${NODE_RANK:-NODE_RANK}"
+        "${TORCHRUN[@]}" --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --node-rank "${NODE_RANK:-NODE_RANK}"
         --master-addr "${MASTER_ADDR:-MASTER_ADDR}" --master-port "$MASTER_PORT"
         "$ROOT/pretrain_gpt.py" "${flags[@]}"
     )
@@ -161,8 +161,6 @@ launch() {
     python "$ROOT/tools/check_node.py" "${nodes[@]}" "${flags[@]}"
     # Buffers of many sizes follow each other: let memory that was given back be mapped anywhere.
     export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
-    # After SIGTERM torchrun kills its ranks in 30 seconds: let them finish their step and save.
-    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-86400}"
     exec "${command[@]}"
 }
 
@@ -172,7 +170,7 @@ rehearse() {
     join_flags "$@"
     small="$(python "$ROOT/tools/rehearsal_flags.py" "${flags[@]}")"
     mapfile -t small <<< "$small"
-    local torchrun=(torchrun --standalone --nproc-per-node "${small[0]}" "$ROOT/pretrain_gpt.py")
+    local torchrun=("${TORCHRUN[@]}" --standalone --nproc-per-node "${small[0]}" "$ROOT/pretrain_gpt.py")
     small=("${small[@]:1}" --save "$CHECKPOINTS" --tensorboard-dir "$TENSORBOARD")
     [[ ! -e "$CHECKPOINTS" || -e "$mark" ]] ||
         fail "$CHECKPOINTS was not made by a rehearsal; move it away, or give other CHECKPOINTS"

@@ -90,7 +90,7 @@ fi
 python tools/dataset_statistics.py "$OUT/corpus_text_document"
 
 train() {
-    OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 --standalone pretrain_gpt.py \
+    OMP_NUM_THREADS=1 "${TORCHRUN[@]}" --nproc-per-node 2 --standalone pretrain_gpt.py \
         "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${BATCH_ARGS[@]}" "${DATA_ARGS[@]}" \
         --load "$OUT/checkpoints" "${OUTPUT_ARGS[@]}" --train-iters "$ITERATIONS" "$@" "${FURTHER_ARGS[@]}"
 }

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_untied.checkpoint.directory import require_no_lfs_pointer
+from megatron_untied.checkpoint.directory import require_content
 from megatron_untied.config import ModelConfig
 
 STRUCTURE = {
@@ -77,7 +77,7 @@ class TensorFiles:
             ValueError: the index or one of the files is missing, cut off or a Git LFS pointer.
         """
         if (folder / ".metadata").is_file():
-            require_no_lfs_pointer(folder / ".metadata")
+            require_content(folder / ".metadata")
         try:
             index = dcp.FileSystemReader(folder).read_metadata()
         except Exception as error:  # whatever a spoilt pickle may raise
@@ -169,7 +169,7 @@ def _broken_files(folder: Path, index: Metadata) -> Iterator[str]:
         path = folder / name
         size = path.stat().st_size if path.is_file() else 0
         if 0 < size < end:
-            require_no_lfs_pointer(path)
+            require_content(path)
         if size < end:
             yield f"{name} has {size} of {end} bytes"
 

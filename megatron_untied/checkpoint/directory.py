@@ -7,6 +7,7 @@ and ``latest_checkpointed_iteration.txt`` names it only after everything is on t
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,8 +23,10 @@ def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | Non
     """The folder of ``iteration``, or of the latest; None if nothing was ever saved here.
 
     Raises:
-        ValueError: the iteration is not there, or the tracker file does not name one that is.
+        ValueError: the iteration is not there, the tracker file does not name one that is, or
+            ``directory`` is a file or one checkpoint itself.
     """
+    _require_folder_of_checkpoints(directory)
     asked = "--ckpt-step"
     if iteration is None:
         asked = str(directory / TRACKER)
@@ -40,6 +43,19 @@ def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | Non
     if found is None:
         raise ValueError(f"{asked} names iteration {iteration}; {_there_is(directory)}")
     return found
+
+
+def _require_folder_of_checkpoints(directory: Path) -> None:
+    if directory.is_file():
+        raise ValueError(
+            f"{directory} is a file; give the folder with {TRACKER}, {directory.parent}"
+        )
+    name = directory.resolve().name
+    if re.fullmatch(r"iter_\d+", name) and not (directory / TRACKER).exists():
+        raise ValueError(
+            f"{directory} is one checkpoint; give the folder that it is in, {directory.parent}, "
+            f"with --ckpt-step {int(name[5:])} to choose it"
+        )
 
 
 def latest_iteration(directory: Path) -> int | None:
@@ -153,7 +169,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ValueError(f"{path} is missing: {path.parent} is not a whole checkpoint")
-    require_no_lfs_pointer(path)
+    require_content(path)
     try:
         values = json.loads(path.read_text(), object_pairs_hook=_each_key_once)
     except ValueError as error:
@@ -163,12 +179,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def require_no_lfs_pointer(path: Path) -> None:
-    """Check that a file holds its content, not the name under which Git LFS keeps it.
+def require_content(path: Path) -> None:
+    """Check that a file is there with its content: no broken link, and no Git LFS pointer to it.
 
     Raises:
-        ValueError: with the command that downloads the content.
+        OSError: the file, or what it is a link to, is not there.
+        ValueError: a pointer, with the command that downloads the content.
     """
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(
+            f"{path} is a link to {path.readlink()}, which is not there; copy such a folder with "
+            "the files that it links to (cp -L), or download it again"
+        )
     with open(path, "rb") as file:
         start = file.read(len(LFS_POINTER))
     if start == LFS_POINTER:

@@ -9,7 +9,7 @@ import numpy
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
-from megatron_untied.checkpoint.directory import require_no_lfs_pointer, write_durably
+from megatron_untied.checkpoint.directory import require_content, write_durably
 
 
 def save_random_state(folder: Path, rank: int) -> None:
@@ -28,7 +28,7 @@ def read_random_state(folder: Path, rank: int) -> dict[str, Any]:
     path = random_state_file(folder, rank)
     if not path.is_file():
         raise ValueError(f"{path} is missing; give --no-load-rng to go on without it")
-    require_no_lfs_pointer(path)
+    require_content(path)
     try:
         # Generators live on the host; weights_only: nothing in the file is executed.
         return torch.load(path, map_location="cpu", weights_only=True)

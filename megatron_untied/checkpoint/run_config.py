@@ -60,7 +60,7 @@ def _from_json(config: type, values: dict[str, Any], path: Path) -> Any:
     if unknown or missing:
         raise ValueError(f"{path}: {config.__name__} has unknown {unknown}, missing {missing}")
     for name, kind in typing.get_type_hints(config).items():
-        if name in values and not _is_a(values[name], kind):
+        if name in values and not is_a(values[name], kind):
             wanted = getattr(kind, "__name__", str(kind)).removeprefix("typing.")
             raise ValueError(
                 f"{path}: {name} is {values[name]!r}, which is no {wanted}; choose another "
@@ -69,12 +69,12 @@ def _from_json(config: type, values: dict[str, Any], path: Path) -> Any:
     return config(**values)
 
 
-def _is_a(value: Any, kind: Any) -> bool:
+def is_a(value: Any, kind: Any) -> bool:
     """Whether a JSON value can be in a field annotated with ``kind``."""
     if typing.get_origin(kind) is typing.Literal:
         return value in typing.get_args(kind)
     if typing.get_args(kind):
-        return any(_is_a(value, each) for each in typing.get_args(kind))
+        return any(is_a(value, each) for each in typing.get_args(kind))
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     return isinstance(value, (int, float) if kind is float else kind)

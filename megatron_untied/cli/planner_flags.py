@@ -13,9 +13,10 @@ from megatron_untied.planner.machine import (
     DEFAULT_GPU,
     DEVICE_RESERVE_GIB,
     Gpu,
+    GpuRates,
     Machine,
-    described_gpu,
     read_gpus,
+    unlisted_gpu,
 )
 
 ASSUMED = {
@@ -30,8 +31,8 @@ ASSUMED_TOKENS = "128255"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """What is to be planned, and what is to be said of it."""
+class PlanRequest:
+    """A run and a machine to plan, and what to report."""
 
     config: RunConfig
     machine: Machine
@@ -48,7 +49,7 @@ class Question:
     plot: str | None
 
 
-def parse_question(argv: Sequence[str], description: str | None = None) -> Question:
+def parse_plan_request(argv: Sequence[str], description: str | None = None) -> PlanRequest:
     """The run and the machine that ``argv`` describes; ``description`` is for --help.
 
     Raises:
@@ -66,7 +67,7 @@ def parse_question(argv: Sequence[str], description: str | None = None) -> Quest
         other_ranks = tuple(
             parse_arguments([*words, *split], world_size=machine.world_size) for split in splits
         )
-    return Question(
+    return PlanRequest(
         config=parse_arguments(words, world_size=machine.world_size),
         machine=machine,
         training=tuple(words),
@@ -248,9 +249,9 @@ def _described(own: argparse.Namespace, given: dict[str, float]) -> Gpu:
     if "nvlink_gb_per_second" not in given and own.gpus_per_node > 1:
         assumed.append(f"{link:g} GB/s to other GPUs of the node, as to the host ({_NODE_LINK})")
     links = {"nvlink_gb_per_second": link, "network_gb_per_second": link}  # one node has no network
-    return described_gpu(
+    return unlisted_gpu(
         own.gpu,
-        **links | given,
+        GpuRates(**links | given),
         host_memory_gib=own.host_memory_gib,
         source="flags",
         assumed="; ".join(assumed),

@@ -1,10 +1,10 @@
-"""Say whether this machine is a node that a run can be started on, with the numbers.
+"""Check that this machine has what a run needs of each node.
 
     python tools/check_node.py --nodes 1 --gpus-per-node 8 FLAGS
 
-FLAGS are those of pretrain_gpt.py; all that plan_memory.py takes can be given. Needed is what its
-plan says, found what this process may use: a container's limits and shares, not its host's. Exit
-status 1 where something falls short, 2 for flags that cannot be.
+FLAGS are those of pretrain_gpt.py and plan_memory.py. What is needed comes from the plan; what is
+here is what this process may use: a container's limits and shares, not its host's. Exit status 1 if
+something falls short, 2 for flags that are not valid.
 """
 
 import os
@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_untied.cli.planner_flags import parse_question
+from megatron_untied.cli.planner_flags import parse_plan_request
 from megatron_untied.commands import documentation
-from megatron_untied.planner.causes import Cause
+from megatron_untied.phases import MemoryCategory
 from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.search import choose, is_automatic
+from megatron_untied.platform import device
 
 NO_LIMIT = float("inf")
 CAP_IPC_LOCK = 14
@@ -41,13 +42,13 @@ class Node:
     pinned_gib: float = 0.0
     """That one process may lock in memory."""
     shared_memory_gib: float = 0.0
-    """Where the data loader's workers hand over samples, and NCCL's processes meet."""
+    """/dev/shm: samples of the data loader's workers, and NCCL's transport between processes."""
 
 
-WORDS = {
+AMOUNTS = {
     "gpus": ("GPUs", "set GPUS_PER_NODE for fewer, with a --context-parallel-size to fit"),
     "gpu_memory_gib": (
-        "GiB on each GPU",
+        "GiB per GPU",
         "--park-during-attention and --optimizer-cpu-offload take less",
     ),
     "host_memory_gib": (
@@ -55,12 +56,12 @@ WORDS = {
         "--recompute-granularity full --recompute-num-layers 4 keeps less there",
     ),
     "pinned_gib": (
-        "GiB of pinned memory a process",
+        "GiB of pinned memory per process",
         "ulimit -l unlimited, or docker run --ulimit memlock=-1",
     ),
     "shared_memory_gib": ("GiB in /dev/shm", "docker run --ipc=host, or --num-workers 0"),
 }
-"""What each amount is called, and what to do where there is too little."""
+"""By field of :class:`Node`: its name in messages, and the remedy if there is too little."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    # Without the flag, a machine without GPUs is a mistake.
+    # A machine without GPUs is an error unless the flag states that the run needs none.
     words = " ".join(argv).replace("--distributed-backend=", "--distributed-backend ")
     on_cpus = "--distributed-backend gloo" in words
     needed, found = needs_of(plan, on_cpus=on_cpus), this_node()
@@ -83,15 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan_for(argv: Sequence[str]) -> Plan:
     """The plan of the run that the flags describe."""
-    question = parse_question(argv, documentation(__doc__))
-    planned = choose if is_automatic(question.config) else Plan
-    return planned(question.config, question.machine)
+    request = parse_plan_request(argv, documentation(__doc__))
+    planned = choose if is_automatic(request.config) else Plan
+    return planned(request.config, request.machine)
 
 
 def needs_of(plan: Plan, *, on_cpus: bool) -> Node:
-    """What a plan takes of each node, with the planner's reserves; on CPUs all is the host's."""
+    """What a plan takes per node, with reserves; on CPUs device memory is the host's."""
     ranks, peak = plan.machine.gpus_per_node, plan.peak.num_bytes / GIB
-    host, loader = plan.host.total() / GIB, plan.host[Cause.LOADER] / GIB
+    host, loader = plan.host.total() / GIB, plan.host[MemoryCategory.LOADER] / GIB
     if on_cpus:
         return Node(
             host_memory_gib=ranks * (peak + host + HOST_RESERVE_GIB),
@@ -107,20 +108,20 @@ def needs_of(plan: Plan, *, on_cpus: bool) -> Node:
 
 
 def table(needed: Node, found: Node) -> Iterator[str]:
-    """Lines that compare."""
-    for name, (words, _) in WORDS.items():
+    """A line per amount, needed and found."""
+    for name, (label, _) in AMOUNTS.items():
         need, have = getattr(needed, name), getattr(found, name)
-        yield f"{words:32} needed {_number(need):>9}  here {_number(have):>9}"
+        yield f"{label:32} needed {_number(need):>9}  here {_number(have):>9}"
 
 
 def shortfalls(needed: Node, found: Node) -> Iterator[str]:
-    """A line for each amount of which there is too little, with what to do."""
-    for name, (words, remedy) in WORDS.items():
+    """A line for each amount that falls short, with the remedy."""
+    for name, (label, remedy) in AMOUNTS.items():
         need, have = getattr(needed, name), getattr(found, name)
-        unseen = name == "gpu_memory_gib" and not found.gpus  # the line before says why
-        if have < need and not unseen:
+        has_no_gpu = name == "gpu_memory_gib" and not found.gpus  # reported by the line before
+        if have < need and not has_no_gpu:
             yield (
-                f"error: this node has {_number(have)} {words}, and {_number(need)} are needed; "
+                f"error: this node has {_number(have)} {label}, and {_number(need)} are needed; "
                 f"{remedy}"
             )
 
@@ -130,44 +131,21 @@ def _number(amount: float) -> str:
 
 
 def this_node() -> Node:
-    """What this process may use now."""
+    """The resources that this process may use now."""
     gpus = torch.cuda.device_count()
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(gpus)]
     shared = os.statvfs("/dev/shm")
     return Node(
         gpus=gpus,
         gpu_memory_gib=min(sizes, default=0) / GIB,
-        host_memory_gib=host_memory_bytes(Path("/")) / GIB,
+        host_memory_gib=device.host_memory_bytes() / GIB,
         pinned_gib=pinned_limit_bytes(Path("/")) / GIB,
         shared_memory_gib=shared.f_bavail * shared.f_frsize / GIB,
     )
 
 
-def host_memory_bytes(root: Path) -> float:
-    """Memory that can still be had: the machine's, or what a container's limits leave of it.
-
-    Limits are those of control groups, version 2. Page cache that counts against them gives way.
-    ``root`` is where /proc and /sys are.
-    """
-    found = float(_fields(root / "proc/meminfo")["MemAvailable:"]) * 1024
-    group = Path((root / "proc/self/cgroup").read_text().rpartition("0::/")[-1].strip())
-    for folder in (root / "sys/fs/cgroup" / part for part in (group, *group.parents)):
-        limit = folder / "memory.max"
-        if limit.is_file() and limit.read_text().strip() != "max":
-            used = int((folder / "memory.current").read_text())
-            cached = int(_fields(folder / "memory.stat")["inactive_file"])
-            found = min(found, int(limit.read_text()) - used + cached)
-    return found
-
-
 def pinned_limit_bytes(root: Path) -> float:
-    """What this process may lock: all with the capability for it, else as ``ulimit -l`` says."""
+    """Bytes that this process may lock: no limit with the capability, else ``ulimit -l``."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    may_lock = int(_fields(root / "proc/self/status")["CapEff:"], 16) >> CAP_IPC_LOCK & 1
+    may_lock = int(device.fields_of(root / "proc/self/status")["CapEff:"], 16) >> CAP_IPC_LOCK & 1
     return NO_LIMIT if may_lock or limit == resource.RLIM_INFINITY else limit
-
-
-def _fields(file: Path) -> dict[str, str]:
-    """First and second word of each line that has them."""
-    words = (line.split() for line in file.read_text().splitlines())
-    return {line[0]: line[1] for line in words if len(line) > 1}

@@ -1,4 +1,4 @@
-"""Draw which heads each rank attends with in each chunk, and when keys and values travel.
+"""Draw the heads of each rank in each chunk, and when keys and values are exchanged.
 
     python tools/plot_schedule.py --heads 32 --kv-heads 8 --ranks 8 --heads-per-chunk 8
 
@@ -24,13 +24,13 @@ from megatron_untied.context_parallel.head_schedule import (
 
 
 def span(heads: range) -> str:
-    """Such as 3 or 3-5."""
+    """Such as 3 or 3-5: heads of a chunk are consecutive."""
     return f"{heads[0]}" if len(heads) == 1 else f"{heads[0]}-{heads[-1]}"
 
 
 def words(assignment: ChunkAssignment) -> str:
-    """What one rank does in one chunk."""
-    lines = [f"q {span(assignment.query_heads)}" if assignment.query_heads else "waits"]
+    """The text in the cell of one rank and chunk."""
+    lines = [f"q {span(assignment.query_heads)}" if assignment.query_heads else "idle"]
     if assignment.kv_to_load:
         lines.append(f"k, v {span(assignment.kv_to_load)} arrive")
     if assignment.kv_finished:
@@ -46,6 +46,7 @@ def draw(schedule: HeadSchedule):
     colors = pyplot.get_cmap("Pastel1")
     for chunk, assignments in enumerate(schedule.chunks):
         for rank, assignment in enumerate(assignments):
+            # Pastel1 has nine colors; white is a rank without a head in this chunk.
             color = colors(assignment.kv_heads[0] % 9) if assignment.query_heads else "white"
             axes.add_patch(pyplot.Rectangle((chunk, rank), 1, 1, facecolor=color, edgecolor="gray"))
             axes.text(
@@ -69,14 +70,16 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--heads", type=count, required=True, help="query heads")
     parser.add_argument("--kv-heads", type=count, required=True, help="key-value heads")
-    parser.add_argument("--ranks", type=count, required=True, help="that trade sequence for heads")
-    parser.add_argument("--heads-per-chunk", type=count, required=True, help="over all ranks")
+    parser.add_argument("--ranks", type=count, required=True, help="Ulysses ranks")
+    parser.add_argument(
+        "--heads-per-chunk", type=count, required=True, help="query heads per chunk, over all ranks"
+    )
     parser.add_argument("--output", type=Path, default=Path("schedule.png"), help="image")
-    own = parser.parse_args(argv)
+    flags = parser.parse_args(argv)
     try:
-        schedule = head_schedule(own.heads, own.kv_heads, own.ranks, own.heads_per_chunk)
-        own.output.parent.mkdir(parents=True, exist_ok=True)
-        draw(schedule).savefig(own.output, dpi=110)
+        schedule = head_schedule(flags.heads, flags.kv_heads, flags.ranks, flags.heads_per_chunk)
+        flags.output.parent.mkdir(parents=True, exist_ok=True)
+        draw(schedule).savefig(flags.output, dpi=110)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    print(f"wrote {own.output}")
+    print(f"wrote {flags.output}")

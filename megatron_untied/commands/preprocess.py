@@ -15,11 +15,13 @@ are complete token files of the documents so far. --resume, with the same flags,
 """
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from rich.progress import (
     BarColumn,
@@ -31,6 +33,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from megatron_untied.checkpoint.directory import make_writable
 from megatron_untied.commands import documentation
 from megatron_untied.config.data import TOKENIZER_TYPES
 from megatron_untied.data.documents import BadLines, Place, find_files, read_documents
@@ -51,16 +54,31 @@ from megatron_untied.data.tokenize_documents import (
 from megatron_untied.data.tokenizers import begin_of_text, build_tokenizer, tokenizer_hash
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which batch systems and container engines send: ends the run as Ctrl-C does."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the tool; ends with one line and exit code 1 for what the user can mend."""
     args = parse_arguments(arguments)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         preprocess(args)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         sys.exit(f"error: {error}")
+    except Terminated:
+        print("terminated", file=sys.stderr)
+        sys.exit(128 + signal.SIGTERM)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt saving
+    raise Terminated
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -126,7 +144,7 @@ def preprocess(args: argparse.Namespace) -> None:
         **flags,
     )
     files = find_files(args.input)
-    Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    make_writable(Path(args.output_prefix).parent, "--output-prefix")
     bad_lines = BadLines(
         args.on_bad_line, Path(f"{args.output_prefix}.bad_lines.txt"), resume=args.resume
     )

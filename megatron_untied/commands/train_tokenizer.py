@@ -18,6 +18,7 @@ from pathlib import Path
 
 import sentencepiece
 
+from megatron_untied.checkpoint.directory import make_writable
 from megatron_untied.commands import documentation
 from megatron_untied.data.documents import BadLines, find_files, read_documents
 
@@ -26,11 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the tool; ends with one line and exit code 1 for what the user can mend."""
     args = parse_arguments(arguments)
     try:
+        path = Path(f"{args.model_prefix}.model")
+        make_writable(path.parent, "--model-prefix")
         bad_lines = BadLines(args.on_bad_line)
         sentences = sample(lines(args.input, bad_lines), args.input_sentence_size, args.seed)
         model = train_tokenizer(sentences, vocab_size=args.vocab_size)
-        path = Path(f"{args.model_prefix}.model")
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".partial").write_bytes(model)
         os.replace(path.with_suffix(".partial"), path)
     except (ValueError, OSError, ImportError) as error:

@@ -48,6 +48,7 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
 
     Raises:
         FileNotFoundError: if one of ``inputs`` names nothing.
+        ValueError: if there are token files among them, such as those of an earlier run.
     """
     files = []
     for name in inputs:
@@ -55,6 +56,13 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
         found = [file for match in matches for file in _files_at(Path(match))]
         if not found:
             raise FileNotFoundError(f"--input {name}: no such file, and no file matches it")
+        for file in found:
+            if file.suffix == ".idx" and file.with_suffix(".bin").is_file():
+                raise ValueError(
+                    f"--input {name} holds token files ({file}), which are no text; keep what is "
+                    "tokenized and --output-prefix in different folders, or give a pattern such as "
+                    f"{file.parent}/*.jsonl"
+                )
         files += found
     return files
 
@@ -67,7 +75,8 @@ def _files_at(path: Path) -> list[Path]:
         for file in path.rglob("*")
         if not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
-    return sorted(file for file in visible if file.is_file())
+    # A link without its target is kept, so that reading names it.
+    return sorted(file for file in visible if file.is_file() or not file.exists())
 
 
 def read_documents(

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_untied.checkpoint.directory import require_content
+
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
@@ -55,6 +57,7 @@ def open_indexed_files(prefix: str, *, vocab_size: int | None = None) -> Indexed
                 f"--data-path {prefix}: there is no {path}; give the name of the .bin and .idx "
                 "files without the ending, as tools/preprocess_data.py printed it"
             )
+        require_content(Path(path))
     dtype, lengths = _read_index(f"{prefix}.idx")
     files = IndexedFiles(prefix, lengths, _map_tokens(f"{prefix}.bin", dtype, lengths))
     if vocab_size is not None:

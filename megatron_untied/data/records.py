@@ -7,6 +7,7 @@ import gzip
 import importlib
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO
 
+from megatron_untied.checkpoint.directory import require_content
+
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 _PARQUET = ".parquet"
 _COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 _PACKAGES = {".zst": "zstandard", _PARQUET: "pyarrow.parquet"}
-_MAGIC = {magic: ending for ending, magic in _COMPRESSED.items()} | {b"PAR1": _PARQUET}
+_UNREAD = {".bz2": b"BZh", ".xz": b"\xfd7zXZ\x00", ".zip": b"PK\x03\x04"}
+_MAGIC = {
+    magic: ending for ending, magic in (*_COMPRESSED.items(), *_UNREAD.items(), (_PARQUET, b"PAR1"))
+}
 _ROWS_AT_A_TIME = 256
 _COMPRESSED_BYTES_AT_A_TIME = 1 << 14
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -47,22 +53,22 @@ def check_readable(file: Path, keys: Sequence[str]) -> None:
     """Find before hours of work what is certain to fail later.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened, or is a link to one that is not there.
         ImportError: it needs a package that is not installed.
-        ValueError: its format has no ``keys``.
+        ValueError: its format has no ``keys``, or it is a Git LFS pointer.
     """
-    file.open("rb").close()
-    if file.suffix in _PACKAGES:
+    require_content(file)
+    if _suffix(file) in _PACKAGES:
         _package(file)
     if is_plain_text(file) and tuple(keys) != ("text",):
         raise ValueError(f"{file} is plain text: --json-keys {' '.join(keys)} needs JSON lines")
-    if file.suffix == _PARQUET:
+    if _suffix(file) == _PARQUET:
         _check_columns(file, keys)
 
 
 def read_records(file: Path, keys: Sequence[str]) -> Iterator[Record]:
     """The records of one file in order, blank lines left out."""
-    if file.suffix == _PARQUET:
+    if _suffix(file) == _PARQUET:
         yield from _rows(file, keys)
         return
     with file.open("rb") as raw:
@@ -70,7 +76,8 @@ def read_records(file: Path, keys: Sequence[str]) -> Iterator[Record]:
         number = position = 0
         try:
             head = stream.peek(io.DEFAULT_BUFFER_SIZE)
-            problem = _misnamed(file, head) or (None if is_plain_text(file) else _json_array(head))
+            of_kind = _json_lines if is_plain_text(file) else _json_array
+            problem = _misnamed(head) or of_kind(head)
             if problem:
                 yield Record(number=0, content=b"", num_bytes=_size(file), problem=problem)
             elif is_plain_text(file):
@@ -81,15 +88,15 @@ def read_records(file: Path, keys: Sequence[str]) -> Iterator[Record]:
                         last, position = position, raw.tell()
                         yield Record(number=number, content=line, num_bytes=position - last)
         except _damage_of(file) as error:
-            reason = (
-                f"compressed data is damaged or cut short ({error}); the rest of the file is lost"
-            )
-            left = _size(file) - position
-            yield Record(number=number + 1, content=b"", num_bytes=left, problem=reason)
+            yield _lost_rest(number + 1, _size(file) - position, error)
+
+
+def _suffix(file: Path) -> str:
+    return file.suffix.lower()
 
 
 def _inner_suffix(file: Path) -> str:
-    return file.with_suffix("").suffix if file.suffix in _COMPRESSED else file.suffix
+    return _suffix(file.with_suffix("") if _suffix(file) in _COMPRESSED else file)
 
 
 def _size(file: Path) -> int:
@@ -97,20 +104,20 @@ def _size(file: Path) -> int:
 
 
 def _package(file: Path) -> ModuleType:
-    name = _PACKAGES[file.suffix]
+    name = _PACKAGES[_suffix(file)]
     try:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
         raise ImportError(
-            f"{file}: {file.suffix} files need the package {package}; pip install {package}"
+            f"{file}: {_suffix(file)} files need the package {package}; pip install {package}"
         ) from error
 
 
 def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
-    if file.suffix == ".gz":
+    if _suffix(file) == ".gz":
         return gzip.GzipFile(fileobj=raw)
-    if file.suffix == ".zst":
+    if _suffix(file) == ".zst":
         return io.BufferedReader(_ZstdStream(raw, _package(file).ZstdDecompressor()))
     return raw
 
@@ -144,18 +151,29 @@ class _ZstdStream(io.RawIOBase):
 
 
 def _damage_of(file: Path) -> tuple[type[Exception], ...]:
-    if file.suffix == ".zst":
+    if _suffix(file) == ".zst":
         return (_package(file).ZstdError, EOFError)
     return (gzip.BadGzipFile, zlib.error, EOFError)
 
 
-def _misnamed(file: Path, head: bytes) -> str | None:
-    """What is wrong if the first bytes are not what the name promises."""
+def _misnamed(head: bytes) -> str | None:
+    """What is wrong if the first bytes are those of a format that the name does not promise."""
     for magic, ending in _MAGIC.items():
         if head.startswith(magic):
-            return f"the content is that of a {ending} file: rename it to end so, or decompress it"
+            remedy = "" if ending in _UNREAD else "rename it to end so, or "
+            return f"the content is that of a {ending} file: {remedy}decompress it"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "the text is UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
+    return None
+
+
+def _json_lines(head: bytes) -> str | None:
+    """What is wrong if a file that would be one document holds lines of JSON."""
+    if re.match(rb'\s*\{[^\n]*"text"\s*:\s*"', head.removeprefix(BYTE_ORDER_MARK)):
+        return (
+            f"the content is lines of JSON: rename it to end in {JSON_LINES[0]}, or all of it "
+            "would be one document"
+        )
     return None
 
 
@@ -202,14 +220,22 @@ def _rows(file: Path, keys: Sequence[str]) -> Iterator[Record]:
 
     with _package(file).ParquetFile(file) as source:
         read, number = 0, 0
-        for batch in source.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=list(keys)):
-            # Bytes, so that text which is not UTF-8 is met row by row, as in lines of JSON.
-            columns = [
-                batch.column(key).cast(pyarrow.large_string()).cast(pyarrow.large_binary())
-                for key in keys
-            ]
-            for values in zip(*columns, strict=True):
-                number += 1
-                last, read = read, _size(file) * number // source.metadata.num_rows
-                content = {key: value.as_py() for key, value in zip(keys, values, strict=True)}
-                yield Record(number=number, content=content, num_bytes=read - last)
+        try:
+            for batch in source.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=list(keys)):
+                # Bytes, so that text which is not UTF-8 is met row by row, as in lines of JSON.
+                columns = [
+                    batch.column(key).cast(pyarrow.large_string()).cast(pyarrow.large_binary())
+                    for key in keys
+                ]
+                for values in zip(*columns, strict=True):
+                    number += 1
+                    last, read = read, _size(file) * number // source.metadata.num_rows
+                    content = {key: value.as_py() for key, value in zip(keys, values, strict=True)}
+                    yield Record(number=number, content=content, num_bytes=read - last)
+        except (pyarrow.ArrowException, OSError) as error:
+            yield _lost_rest(number + 1, _size(file) - read, error)
+
+
+def _lost_rest(number: int, num_bytes: int, error: Exception) -> Record:
+    reason = f"the data is damaged or cut short ({error}); the rest of the file is lost"
+    return Record(number=number, content=b"", num_bytes=num_bytes, problem=reason)

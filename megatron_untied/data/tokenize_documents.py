@@ -186,7 +186,8 @@ class _Worker:
 
 
 def _serve(pipe: Connection, parents_end: Connection, encode: Encoder) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides what a signal ends
+        signal.signal(number, signal.SIG_IGN)
     parents_end.close()  # or this process would outlive a parent that is killed
     while True:
         try:

@@ -10,6 +10,7 @@ from megatron.core.utils import log_single_rank
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from megatron_untied.checkpoint.directory import require_content
 from megatron_untied.config.data import TOKENIZER_TYPES, TokenizerType
 
 logger = logging.getLogger(__name__)
@@ -143,6 +144,9 @@ def _load(tokenizer_type: TokenizerType, model: str) -> MegatronTokenizerBase:
             f"--tokenizer-model {model} is a {'file' if wants_folder else 'folder'}; "
             f"--tokenizer-type {tokenizer_type} needs a {wanted}"
         )
+    for file in Path(model).iterdir() if wants_folder else [Path(model)]:
+        if "token" in file.name or not wants_folder:
+            require_content(file)
     try:
         return MegatronTokenizer.from_pretrained(
             model, metadata_path={"library": _LIBRARIES[tokenizer_type]}
@@ -166,6 +170,12 @@ def _follow_tokenizer_file(tokenizer: MegatronTokenizerBase, folder: Path, *, qu
     library = tokenizer._tokenizer
     by_class = library.tokenizer
     by_file = Tokenizer.from_file(str(file))
+    if getattr(by_file.model, "dropout", None):
+        raise ValueError(
+            f"--tokenizer-model {folder}: {TOKENIZER_FILE} has a dropout of "
+            f"{by_file.model.dropout:g}, which gives the same text other ids each time; set "
+            '"dropout" of its "model" to null'
+        )
     by_file.no_truncation()
     by_file.no_padding()
     expected = by_file.encode(_VARIED_TEXT, add_special_tokens=False).ids

@@ -79,28 +79,29 @@ def model_config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
     fields.drop(HARMLESS)
     for name, only in ONLY.items():
         fields.demand(name, only)
-    heads, hidden_size = fields.take("num_attention_heads"), fields.take("hidden_size")
-    max_positions = fields.take("max_position_embeddings")
-    num_layers = fields.take("num_hidden_layers")
+    heads = fields.take("num_attention_heads", kind=int)
+    hidden_size = fields.take("hidden_size", kind=int)
+    max_positions = fields.take("max_position_embeddings", kind=int)
+    num_layers = fields.take("num_hidden_layers", kind=int)
     model = ModelConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
-        ffn_hidden_size=fields.take("intermediate_size"),
+        ffn_hidden_size=fields.take("intermediate_size", kind=int),
         num_attention_heads=heads,
         num_query_groups=fields.take(
-            "num_key_value_heads", heads if family == "llama" else REQUIRED
+            "num_key_value_heads", heads if family == "llama" else REQUIRED, int
         ),
         kv_channels=_head_width(fields, family, hidden_size, heads),
-        vocab_size=fields.take("vocab_size"),
+        vocab_size=fields.take("vocab_size", kind=int),
         max_position_embeddings=max_positions,
-        norm_epsilon=fields.take("rms_norm_eps", 1e-6),
+        norm_epsilon=fields.take("rms_norm_eps", 1e-6, float),
         add_bias_linear=family == "llama" and _llama_bias(fields),
         add_qkv_bias=family == "qwen2",
         qk_layernorm=family == "qwen3",
-        untie_embeddings_and_output_weights=not fields.take("tie_word_embeddings", False),
+        untie_embeddings_and_output_weights=not fields.take("tie_word_embeddings", False, bool),
         rotary=rotary_from_hf(fields, max_positions),
         window_size=_window(fields, family, num_layers),
-        init_method_std=fields.take("initializer_range", 0.02),
+        init_method_std=fields.take("initializer_range", 0.02, float),
     )
     if family == "qwen3":
         fields.demand("attention_bias", False)
@@ -166,13 +167,19 @@ def _family(values: Mapping[str, Any], source: str) -> str:
             f"{source}: {architectures[0]} is a mixture of experts; dense models are supported: "
             f"{supported}"
         )
-    if family not in FAMILIES or architectures != [FAMILIES[family]]:
-        raise ValueError(f"{source}: {architectures[0]} is none of {supported}")
+    unknown = [name for name in architectures if name not in FAMILIES.values()]
+    if family not in FAMILIES or unknown:
+        raise ValueError(f"{source}: {(unknown or architectures)[0]} is none of {supported}")
+    if architectures != [FAMILIES[family]]:
+        raise ValueError(
+            f"{source}: architectures are {architectures}, and model_type {family!r} is "
+            f"{FAMILIES[family]}; correct the one that is wrong"
+        )
     return family
 
 
 def _head_width(fields: Fields, family: str, hidden_size: int, heads: int) -> int:
-    width = fields.take("head_dim", 128 if family == "qwen3" else None)
+    width = fields.take("head_dim", 128 if family == "qwen3" else None, int)
     if width is not None:
         return width
     if heads < 1 or hidden_size % heads:
@@ -198,14 +205,14 @@ def _window(fields: Fields, family: str, num_layers: int) -> int | None:
     if family == "llama":
         return None
     if family == "mistral":
-        return fields.take_or_null("sliding_window")  # 4096 in the library if it is left out
-    slides = fields.take("use_sliding_window", False)
-    window = fields.take("sliding_window", REQUIRED if slides else None)
-    first = fields.take("max_window_layers", 28)
+        return fields.take_or_null("sliding_window", int)  # 4096 in the library if it is left out
+    slides = fields.take("use_sliding_window", False, bool)
+    window = fields.take("sliding_window", REQUIRED if slides else None, int)
+    first = fields.take("max_window_layers", 28, int)
     default = ["full_attention"] * num_layers
     if slides:
         default[first:] = ["sliding_attention"] * (num_layers - first)
-    layers = fields.take("layer_types", default)
+    layers = fields.take("layer_types", default, list)
     if len(set(layers)) != 1 or len(layers) != num_layers:
         numbers = [i for i, kind in enumerate(layers) if kind == "sliding_attention"]
         raise ValueError(

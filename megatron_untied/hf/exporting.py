@@ -20,7 +20,7 @@ from megatron_untied.config import ModelConfig
 from megatron_untied.hf.config import model_config_to_hf
 from megatron_untied.hf.importing import Advance
 from megatron_untied.hf.names import hf_layouts
-from megatron_untied.hf.safetensors_folder import TensorSpec, write_safetensors_folder
+from megatron_untied.hf.safetensors_folder import TensorSpec, finite, write_safetensors_folder
 from megatron_untied.hf.tokenizer_files import (
     CONFIG,
     copy_small_files,
@@ -130,7 +130,7 @@ class Export:
             block = torch.empty(tensor_slice.sizes, dtype=dtype)
             slices = layout.global_slices(block, [tensor_slice])
             self.reader.read({f"model.{layout.name}": GlobalTensor(layout.global_shape, slices)})
-            yield block
+            yield finite(block, dtype, name)
             advance(block.nbytes)
 
 

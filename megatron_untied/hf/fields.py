@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_untied.checkpoint.run_config import is_a
+
 REQUIRED = object()
 
 
@@ -17,24 +19,34 @@ class Fields:
         self._names = values.keys()
         self._left = {name: value for name, value in values.items() if value is not None}
 
-    def take(self, name: str, default: Any = REQUIRED) -> Any:
+    def take(self, name: str, default: Any = REQUIRED, kind: Any = None) -> Any:
         """The value of a field, which from now on is understood.
 
+        Args:
+            name: of the field.
+            default: what it is if it is not there.
+            kind: the type of its value, such as ``int``; None takes any.
+
         Raises:
-            ValueError: it is not there and there is no default.
+            ValueError: it is not there and there is no default, or its value is of another type.
         """
-        value = self._left.pop(name, default)
-        if value is REQUIRED:
+        value = self._left.pop(name, REQUIRED)
+        if value is REQUIRED and default is REQUIRED:
             raise ValueError(f"{self.source} has no {name}; complete it")
+        if value is REQUIRED:
+            return default
+        if kind is not None and not is_a(value, kind):
+            noun = getattr(kind, "__name__", str(kind))
+            raise ValueError(f"{self.source}: {name} is {value!r}, not of type {noun}; correct it")
         return value
 
-    def take_or_null(self, name: str) -> Any:
+    def take_or_null(self, name: str, kind: Any = None) -> Any:
         """The value of a field that has to be there, but may be null.
 
         Raises:
-            ValueError: it is not there.
+            ValueError: it is not there, or its value is of another type.
         """
-        return self.take(name, None if name in self._names else REQUIRED)
+        return self.take(name, None if name in self._names else REQUIRED, kind)
 
     def demand(self, name: str, only: Any) -> None:
         """Take a field that may have one value only.

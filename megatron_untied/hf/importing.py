@@ -18,7 +18,7 @@ from megatron_untied.checkpoint.state import StoredState
 from megatron_untied.config import ModelConfig
 from megatron_untied.hf.config import model_config_from_hf
 from megatron_untied.hf.names import EMBEDDING, OUTPUT, check_tensors, hf_layouts
-from megatron_untied.hf.safetensors_folder import SafetensorsFolder, TensorSpec
+from megatron_untied.hf.safetensors_folder import SafetensorsFolder, TensorSpec, finite
 from megatron_untied.hf.tokenizer_files import CONFIG, FOLDER, copy_small_files, read_config
 from megatron_untied.sharding.parameter_layout import ParameterLayout
 from megatron_untied.sharding.tensor_slice import TensorSlice
@@ -106,7 +106,7 @@ class Import:
         return tensors
 
     def _rows(self, name: str, tensor_slice: TensorSlice) -> Tensor:
-        return self.tensors.rows(name, *_range(tensor_slice)).to(self._spec(name).dtype)
+        return finite(self.tensors.rows(name, *_range(tensor_slice)), self._spec(name).dtype, name)
 
     def _spec(self, name: str) -> TensorSpec:
         stored = self.tensors.specs[name]

@@ -4,6 +4,7 @@ Version 4 has ``rope_theta`` and, where positions are scaled, ``rope_scaling``; 
 ``rope_parameters`` with the same inside, and the base.
 """
 
+import typing
 from typing import Any
 
 from megatron_untied.config import RotaryConfig
@@ -29,6 +30,7 @@ FIELDS: dict[str, dict[str, str]] = {
     },
 }
 """By kind of scaling: Hugging Face's names of the fields of RotaryConfig."""
+_KINDS = typing.get_type_hints(RotaryConfig)
 
 
 def rotary_from_hf(fields: Fields, max_positions: int) -> RotaryConfig:
@@ -38,7 +40,7 @@ def rotary_from_hf(fields: Fields, max_positions: int) -> RotaryConfig:
         ValueError: a kind of scaling or a field of it that does not exist here, or two fields that
             contradict each other.
     """
-    base = fields.take("rope_theta", None)
+    base = fields.take("rope_theta", None, float)
     fields.demand("partial_rotary_factor", 1.0)
     found = {}
     for name in ("rope_scaling", "rope_parameters"):
@@ -68,7 +70,7 @@ def rotary_to_hf(rotary: RotaryConfig) -> dict[str, Any]:
 
 def _rotary(fields: Fields, base: float | None, max_positions: int) -> RotaryConfig:
     kind = _kind(fields)
-    own_base = fields.take("rope_theta", base)
+    own_base = fields.take("rope_theta", base, float)
     if base is not None and own_base != base:
         raise ValueError(f"{fields.source}.rope_theta is {own_base}, rope_theta {base}; keep one")
     fields.demand("partial_rotary_factor", 1.0)
@@ -93,14 +95,16 @@ def _kind(fields: Fields) -> str:
 
 def _scaling(fields: Fields, kind: str, max_positions: int) -> dict[str, Any]:
     # What Hugging Face takes where a field is left out; the rest has to be there.
-    original = fields.take("original_max_position_embeddings", None) if kind != "linear" else None
+    original = None
+    if kind != "linear":
+        original = fields.take("original_max_position_embeddings", None, int)
     original = original or max_positions
     defaults = {"original_max_position_embeddings": original}
     if kind == "yarn":
         defaults |= {"factor": max_positions / original, "attention_factor": None}
         defaults |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
     values = {
-        ours: fields.take(theirs, defaults.get(theirs, REQUIRED))
+        ours: fields.take(theirs, defaults.get(theirs, REQUIRED), _KINDS[ours])
         for theirs, ours in FIELDS[kind].items()
     }
     if kind == "yarn":

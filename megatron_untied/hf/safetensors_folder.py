@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_untied.checkpoint.directory import read_json, require_no_lfs_pointer
+from megatron_untied.checkpoint.directory import read_json, require_content
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,21 @@ class SafetensorsFolder:
         # Opened anew each time: a file that stays mapped stays resident.
         with safe_open(self._files[name], framework="pt") as file:
             return file.get_slice(name)[start:stop]
+
+
+def finite(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """``rows`` of the tensor ``name`` in ``dtype``.
+
+    Raises:
+        ValueError: they are NaN or infinite, or too large for ``dtype``.
+    """
+    converted = rows.to(dtype)
+    if not converted.isfinite().all():
+        raise ValueError(
+            f"{name} holds NaN or infinity as {dtype}: too large for it, so that another --dtype "
+            "helps, or damaged, so that another checkpoint does"
+        )
+    return converted
 
 
 def write_safetensors_folder(
@@ -141,7 +156,7 @@ def _placed(index: Path) -> dict[str, list[str]]:
 
 
 def _read_header(path: Path, names: list[str] | None) -> dict[str, TensorSpec]:
-    require_no_lfs_pointer(path)
+    require_content(path)
     specs = {}
     try:
         with safe_open(path, framework="pt") as file:

@@ -1,8 +1,9 @@
-"""What a run would take: bytes by cause in every phase of a step, and its time. Nothing is run.
+"""What a run takes before it is started: memory by category and phase, the host's, disk, time.
 
-Pure arithmetic on the configuration, one module a subject: :mod:`.geometry` (sizes of one rank),
-:mod:`.parameters` and :mod:`.sharding` (weights), :mod:`.attention` (buffers of the loop over
-chunks), :mod:`.stash` (what layers keep, device and host), :mod:`.tiles`, :mod:`.loss`,
-:mod:`.step` (all of it, phase by phase), :mod:`.time`. :mod:`.search` looks for flags that fit;
-:mod:`.methods` has the rules of published methods.
+Nothing is run: it is arithmetic on the configuration. :mod:`.geometry` has the sizes of one rank;
+:mod:`.weights`, :mod:`.activations` and :mod:`.tiles` turn them into bytes, which :mod:`.step` puts
+in the order of a step. :mod:`.plan` adds host memory, :mod:`.time` and the verdict for a
+:mod:`.machine`; :mod:`.search` and :mod:`.longest_context` look for settings that fit.
+:mod:`.report`, :mod:`.buffer_table` and :mod:`.plot` show a plan, :mod:`.disk` counts checkpoints,
+:mod:`.baselines` has the rules of published methods.
 """

@@ -1,8 +1,11 @@
-"""What attention and the activations of all layers take: the run's own plans, in bytes by cause."""
+"""Memory of attention and of what layers keep, on the device and on the host, by category.
 
-from collections.abc import Iterable, Iterator, Sequence
+The buffers are those of the plans that the run itself allocates from
+(:mod:`.context_parallel.buffer_plan`, :mod:`.streaming.memory_plan`); here they are only added up.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -15,12 +18,10 @@ from megatron_untied.context_parallel.buffer_plan import (
     head_major_slots,
     ring_buffers,
 )
-from megatron_untied.context_parallel.head_schedule import KernelCall
 from megatron_untied.context_parallel.kernels import TracedFlashAttention3
 from megatron_untied.context_parallel.kernels.split_calls import Shape
 from megatron_untied.phases import MemoryCategory, Phase
-from megatron_untied.planner.causes import Bytes, Cause
-from megatron_untied.planner.geometry import Geometry
+from megatron_untied.planner.geometry import Bytes, Geometry
 from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.memory_plan import LayerSizes, MemoryPlan
 
@@ -39,23 +40,39 @@ def attention_sizes(geometry: Geometry, rank: int) -> Sizes:
 
 
 def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
-    """The plan of a Ulysses rank's streamed layers."""
-    memory, tokens = geometry.config.memory, geometry.n // geometry.num_token_parts
+    """The plan of a Ulysses rank's streamed layers; ``host_bytes()`` is its host arena."""
+    memory = geometry.config.memory
+    own_rows = geometry.residual_tokens // geometry.b
     sizes = LayerSizes(
         attention=attention_sizes(geometry, rank),
-        residual=torch.Size((tokens, geometry.b, geometry.m)),
+        residual=torch.Size((own_rows, geometry.b, geometry.m)),
         tile_size=memory.sequence_tile_size,
-        tile_rows=geometry.tile // geometry.num_token_parts // geometry.b,
+        tile_rows=geometry.tile_tokens // geometry.num_token_parts // geometry.b,
     )
     return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers))
 
 
-def by_cause(buffers: Iterable[Buffer]) -> Bytes:
-    """Bytes of some buffers, those of one memory counted once."""
+def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ...]]:
+    """The workspace of layers that are not streamed, by phase.
+
+    They free it before the loss only, and their output and its gradient are slots of all heads.
+    """
+    sizes = attention_sizes(geometry, rank)
+    ring = tuple(ring_buffers(sizes))
+    out, d_out = (head_major_slots(name, sizes) for name in ("out", "d_out"))
+    forward, backward = ForwardBuffers.plan(sizes), BackwardBuffers.plan(sizes)
+    return {
+        Phase.ATTENTION_FORWARD: (*buffers_of(forward), *ring, out),
+        Phase.ATTENTION_BACKWARD: (*buffers_of(backward), *ring, out, d_out),
+    }
+
+
+def bytes_by_category(buffers: Iterable[Buffer]) -> Bytes:
+    """Bytes of ``buffers``; those that share a memory count once, at the size of the largest."""
     largest: dict[str, Buffer] = {}
     for buffer in buffers:
-        before = largest.get(buffer.memory)
-        if before is None or before.num_bytes < buffer.num_bytes:
+        known = largest.get(buffer.memory)
+        if known is None or known.num_bytes < buffer.num_bytes:
             largest[buffer.memory] = buffer
     total: Bytes = Bytes()
     for buffer in largest.values():
@@ -63,113 +80,72 @@ def by_cause(buffers: Iterable[Buffer]) -> Bytes:
     return total
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KernelBytes:
     """What the backward of one layer's attention allocates beside the workspace."""
 
-    kernel: int
-    """Most that a kernel allocates for itself, with dK and dV that came home before."""
-    home: int
+    peak: int
+    """The most that one kernel call allocates, with dK and dV that are home by then."""
+    kv_grads: int
     """dK and dV of this rank's own tokens, all of them."""
-    home_when_loading: int
-    """Of those, what is there when the last chunk is loaded."""
+    kv_grads_while_loading: int
+    """The part of them that is there when the last chunk is loaded."""
 
     @classmethod
     def of(cls, sizes: Sizes) -> "KernelBytes":
-        """For one rank."""
+        """Of one rank, by the formulas of FlashAttention-3.
+
+        Raises:
+            ValueError: a sequence that the kernel cannot index.
+        """
         home_dtype = BackwardBuffers.plan(sizes).kv_grads.home_dtype
-        heads = 2 * sizes.schedule.num_kv_heads
-        all_home = sizes.sequence_sharded("home", heads, home_dtype).num_bytes
-        most, home, when_loading = 0, 0, 0
+        num_columns = 2 * sizes.schedule.num_kv_heads
+        all_home = sizes.sequence_sharded("home", num_columns, home_dtype).num_bytes
+        kernel = TracedFlashAttention3()
+        rows = sizes.num_ulysses * sizes.n
+        peak, home, while_loading = 0, 0, 0
         for chunk in sizes.schedule.chunks:
-            when_loading = home
+            while_loading = home
             for call in chunk[sizes.rank].kernel_calls:
-                most = max(most, _scratch(sizes, call) + home)
-            if any(each.kv_finished for each in chunk):
+                shape = Shape(
+                    num_queries=rows,
+                    num_keys=rows,
+                    b=sizes.b,
+                    h=call.query_columns.stop - call.query_columns.start,
+                    g=len(call.kv_heads),
+                    d=sizes.d,
+                )
+                peak = max(peak, kernel.backward_bytes(shape) + home)
+            # One tensor takes the gradients of all heads: the first that arrives allocates it.
+            if any(assignment.kv_finished for assignment in chunk):
                 home = all_home
-        return cls(most, home, when_loading)
+        return cls(peak=peak, kv_grads=home, kv_grads_while_loading=while_loading)
 
 
-def _scratch(sizes: Sizes, call: KernelCall) -> int:
-    rows, columns = sizes.num_ulysses * sizes.n, call.query_columns
-    shape = Shape(
-        num_queries=rows,
-        num_keys=rows,
-        b=sizes.b,
-        h=columns.stop - columns.start,
-        g=len(call.kv_heads),
-        d=sizes.d,
-    )
-    return TracedFlashAttention3().backward_bytes(shape)
-
-
-@dataclass(frozen=True)
-class PlainActivations:
-    """The workspace of layers that are not streamed: given back before the loss only."""
-
-    geometry: Geometry
-    rank: int
-
-    def uses(self) -> Iterator[tuple[Phase, tuple[Buffer, ...]]]:
-        """The buffers that are in use in each phase."""
-        sizes = self._sizes
-        out, d_out = (head_major_slots(name, sizes) for name in ("out", "d_out"))
-        forward, backward = ForwardBuffers.plan(sizes), BackwardBuffers.plan(sizes)
-        ring = tuple(ring_buffers(sizes))
-        yield Phase.ATTENTION_FORWARD, (*buffers_of(forward), *ring, out)
-        yield Phase.ATTENTION_BACKWARD, (*buffers_of(backward), *ring, out, d_out)
-
-    @cached_property
-    def forward(self) -> Bytes:
-        """While a layer attends."""
-        return by_cause(dict(self.uses())[Phase.ATTENTION_FORWARD])
-
-    @cached_property
-    def backward(self) -> Bytes:
-        """While a layer's attention goes backward, with dO before it is in slots."""
-        allocated = KernelBytes.of(self._sizes)
-        rest = {
-            Cause.KERNEL: allocated.kernel + allocated.home,
-            Cause.SLOTS: self.geometry.output_bytes,
-        }
-        return by_cause(dict(self.uses())[Phase.ATTENTION_BACKWARD]) + Bytes(rest)
-
-    @property
-    def _sizes(self) -> Sizes:
-        return attention_sizes(self.geometry, self.rank)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StreamedActivations:
-    """What streamed layers keep and what their workspace holds, phase by phase."""
+    """What streamed layers keep, and what their workspace holds, phase by phase."""
 
     geometry: Geometry
-    rank: int
+    policy: ActivationPolicy
+    """Which layer keeps what, and where."""
+    workspace: dict[tuple[Phase, int], Bytes]
+    """By phase and layer, when the layer leaves the phase; ``BACKWARD`` is after the layer."""
+    kernel: KernelBytes
 
-    @cached_property
-    def plan(self) -> MemoryPlan:
-        """The plan that the run follows."""
-        return memory_plan(self.geometry, self.rank)
-
-    @property
-    def policy(self) -> ActivationPolicy:
-        """Which layer keeps what, where."""
-        return self.plan.policy
-
-    def workspace(self, phase: Phase, layer: int) -> Bytes:
-        """What the workspace holds when ``layer`` leaves ``phase``; ``BACKWARD`` is after it."""
-        return self._workspace[phase, layer]
-
-    @cached_property
-    def _workspace(self) -> dict[tuple[Phase, int], Bytes]:
-        return {
-            (phase, layer): by_cause(held.values()) for phase, layer, held in self.plan.workspace()
-        }
-
-    @cached_property
-    def kernel(self) -> KernelBytes:
-        """What the backward of attention allocates."""
-        return KernelBytes.of(self.plan.sizes.attention)
+    @classmethod
+    def of(cls, geometry: Geometry, rank: int) -> "StreamedActivations":
+        """Of one Ulysses rank."""
+        plan = memory_plan(geometry, rank)
+        return cls(
+            geometry=geometry,
+            policy=plan.policy,
+            workspace={
+                (phase, layer): bytes_by_category(held.values())
+                for phase, layer, held in plan.workspace()
+            },
+            kernel=KernelBytes.of(plan.sizes.attention),
+        )
 
     def kept_forward(self, layer: int) -> Bytes:
         """On the device when the forward of ``layer`` ends."""
@@ -179,24 +155,21 @@ class StreamedActivations:
         )
 
     def kept_backward(self, layer: int) -> Bytes:
-        """On the device when the backward of ``layer`` begins: its group is complete by then."""
+        """On the device when the backward of ``layer`` begins, with its group recomputed."""
         first = self.policy.layers[layer].group[0]
-        own = range(first, layer + 1)
+        group = range(first, layer + 1)
         earlier = [i for i in range(first) if self.policy.layers[i].saves_input]
-        outputs = range(layer + 1) if self.policy.selective else own
-        return self._on_device(inputs=[*earlier, *own], outputs=outputs)
+        return self._on_device(
+            inputs=[*earlier, *group],
+            outputs=range(layer + 1) if self.policy.selective else group,
+        )
 
     def _on_device(self, inputs: Sequence[int], outputs: Sequence[int]) -> Bytes:
+        """Bytes of the inputs and of the outputs of these layers that are not on the host."""
         geo, policy = self.geometry, self.policy
         num_inputs = sum(not policy.layers[i].input_on_host for i in inputs)
-        num_outputs = sum(
-            policy.layers[i].saves_output and not policy.layers[i].output_on_host for i in outputs
-        )
-        num_lse = sum(not policy.layers[i].lse_on_host for i in outputs)
+        layers = [policy.layers[i] for i in outputs]
+        num_outputs = sum(layer.saves_output and not layer.output_on_host for layer in layers)
+        num_lse = sum(not layer.lse_on_host for layer in layers)
         kept = num_inputs * geo.residual_bytes + num_outputs * geo.output_bytes
         return Bytes({MemoryCategory.KEPT: kept + num_lse * geo.lse_bytes})
-
-
-def host_bytes(geometry: Geometry, rank: int = 0) -> int:
-    """What the host arena of one Ulysses rank has taken from the system after one step."""
-    return memory_plan(geometry, rank).host_bytes()

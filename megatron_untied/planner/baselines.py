@@ -1,15 +1,14 @@
-"""What published methods take of a GPU, by rules about their buffers, to compare a plan with.
+"""GPU memory of published methods, by rules about their buffers, for comparison with a plan.
 
-Both recompute layers fully with their inputs on the host, run MLP, norm and loss by tiles, shard
-with FSDP2 in layers with embedding and output in the root unit, and attend with FlashAttention-3:
-the stack of Ulysses with tiling (USP, arXiv 2405.07719; ALST, arXiv 2506.13996), and untied Ulysses
-as published (arXiv 2602.21196). The peak is in attention's backward.
+Both methods recompute layers fully with their inputs on the host, run MLP, norm and loss by tiles,
+shard with FSDP2 by layers with embedding and output matrix in the root unit, and attend with
+FlashAttention-3: Ulysses with tiling (USP, arXiv 2405.07719; ALST, arXiv 2506.13996), and untied
+Ulysses as published (arXiv 2602.21196). The peak is in attention's backward.
 
-Letters: H is the residual of a rank, w and k the widths of all query and all key-value heads over
-the hidden size, r the part of the heads in one chunk, A x P Ulysses x ring ranks.
+Unit: H is the bf16 residual of a rank, so a buffer of all heads takes the heads' width over the
+hidden size.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_untied.config import ModelConfig
@@ -18,7 +17,7 @@ from megatron_untied.planner.weights import parameter_units
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """A model and a sequence on ranks that share it."""
+    """A model and a sequence on ranks that share both."""
 
     model: ModelConfig
     seq_length: int
@@ -27,23 +26,24 @@ class Setting:
 
     @property
     def num_ranks(self) -> int:
-        """All that share the sequence and the weights."""
+        """Ulysses x ring ranks, which share the sequence and the weights."""
         return self.num_ulysses * self.num_ring
 
     @property
     def residual_bytes(self) -> float:
-        """H in bf16."""
+        """H: [seq_length / num_ranks, hidden_size] in bf16."""
         return self.seq_length / self.num_ranks * self.model.hidden_size * 2
 
 
 def ulysses_with_tiling(setting: Setting) -> dict[str, float]:
-    """Bytes by cause of the stack that exchanges all heads at once."""
-    return _bytes(setting, heads_per_rank=_share(setting.model.num_attention_heads, setting))
+    """Bytes by cause of the method that exchanges all heads at once."""
+    heads_per_rank = -(-setting.model.num_attention_heads // setting.num_ulysses)
+    return _bytes_by_cause(setting, heads_per_rank, accumulates=False)
 
 
 def untied_as_published(setting: Setting, heads_per_rank: int = 1) -> dict[str, float]:
-    """Bytes by cause of untied Ulysses' own implementation, so many heads a rank a chunk."""
-    return _bytes(setting, heads_per_rank=heads_per_rank, accumulates=True)
+    """Bytes by cause of untied Ulysses' own code, with ``heads_per_rank`` query heads per chunk."""
+    return _bytes_by_cause(setting, heads_per_rank, accumulates=True)
 
 
 METHODS = {
@@ -52,86 +52,54 @@ METHODS = {
 }
 
 
-def _bytes(setting: Setting, *, heads_per_rank: int, accumulates: bool = False) -> dict[str, float]:
-    h = setting.residual_bytes
-    parts = {
-        "exchanged heads": _exchanged(setting, heads_per_rank),
-        "ring": _ring(setting, heads_per_rank) if setting.num_ring > 1 else 0.0,
-        "attention of own tokens": _own_tokens(setting, accumulates=accumulates),
-        "around attention": _around(setting),
+def _bytes_by_cause(
+    setting: Setting, heads_per_rank: int, *, accumulates: bool
+) -> dict[str, float]:
+    """``accumulates``: chunks add up the gradient of the layer's input."""
+    model, m = setting.model, setting.model.hidden_size
+    heads_per_kv_head = model.num_attention_heads // model.num_query_groups
+    kv_heads_per_rank = -(-heads_per_rank // heads_per_kv_head)
+    # In H: the heads in use on a rank, over its Ulysses group's part of the sequence.
+    q, kv = (
+        heads * setting.num_ulysses * model.kv_channels / m
+        for heads in (heads_per_rank, kv_heads_per_rank)
+    )
+    exchanged = 4 * q + 4 * kv + 2 * q  # q, o, dO, dQ; k, v, dK, dV; the kernel's dQ in fp32
+    if heads_per_rank > kv_heads_per_rank:
+        exchanged += 4 * kv  # grouped heads: the kernel's dK and dV are fp32 too
+    ring = 0.0
+    if setting.num_ring > 1:
+        sums = 2 * q + 4 * kv  # dQ, dK, dV in fp32
+        passed_on, arriving = 4 * kv, 2 * kv  # fp32 dK and dV on their way; the next k and v
+        written = q + 2 * kv  # by the kernel in one step of the ring
+        ring = sums + passed_on + arriving + written
+    output = model.num_attention_heads * model.kv_channels / m
+    own_tokens = 1 + 2 * output + accumulates  # the normed input; O and dO; the sum of dX
+    tables = setting.num_ranks * model.kv_channels * 2 / m  # cos and sin of all tokens, bf16
+    statistics = 3 * 2 * model.num_attention_heads / m  # three per row and head, fp32
+    around = 3 + tables + statistics  # the layer's input, the gradient, the first layer's input
+    in_residuals = {
+        "exchanged heads": exchanged,
+        "ring": ring,
+        "attention of own tokens": own_tokens,
+        "around attention": around,
     }
-    in_h = {cause: h * number for cause, number in parts.items() if number}
-    return in_h | _weights(setting)
+    in_bytes = {
+        cause: setting.residual_bytes * number for cause, number in in_residuals.items() if number
+    }
+    return in_bytes | _weight_bytes(setting)
 
 
-def _exchanged(setting: Setting, heads_per_rank: int) -> float:
-    """In H: q, o, dO, dQ and k, v, dK, dV of the heads in use, over their part of the sequence.
-
-    And the kernel's own: dQ in fp32; where query heads share a key-value head dK and dV too.
-    """
-    q, kv = _query(setting, heads_per_rank), _key_value(setting, heads_per_rank)
-    is_shared = heads_per_rank > _key_value_heads(setting, heads_per_rank)
-    return 4 * q + 4 * kv + 2 * q + (4 * kv if is_shared else 0.0)
-
-
-def _ring(setting: Setting, heads_per_rank: int) -> float:
-    """In H, of USP's ring attention.
-
-    Sums of dQ, dK, dV in fp32; the dK, dV that are passed on, in fp32; the next k, v; and what the
-    kernel writes in one step.
-    """
-    q, kv = _query(setting, heads_per_rank), _key_value(setting, heads_per_rank)
-    sums, passed_on, borrowed, written = 2 * q + 4 * kv, 4 * kv, 2 * kv, q + 2 * kv
-    return sums + passed_on + borrowed + written
-
-
-def _own_tokens(setting: Setting, *, accumulates: bool) -> float:
-    """In H: the normed input, O and dO of all heads; by chunks also the sum of the input's dX."""
-    w = setting.model.num_attention_heads * setting.model.kv_channels / setting.model.hidden_size
-    return 1 + 2 * w + accumulates
-
-
-def _around(setting: Setting) -> float:
-    """In H: the layer's input, the gradient, the first layer's input, which never leaves.
-
-    And cosines and sines of the whole sequence in bf16, and three fp32 statistics of each row.
-    """
-    model = setting.model
-    table = setting.num_ranks * model.kv_channels * 2 / model.hidden_size
-    statistics = 3 * 2 * model.num_attention_heads / model.hidden_size
-    return 3 + table + statistics
-
-
-def _weights(setting: Setting) -> Mapping[str, float]:
-    """States in fp32, 16 bytes a parameter over the ranks.
-
-    Gathered in bf16: embedding and output matrix through all of backward, a layer and the next.
-    Gradients in bf16: of the output matrix until the end, of the last layer while it is reduced.
-    """
+def _weight_bytes(setting: Setting) -> dict[str, float]:
+    """Weights, gradients and moments in attention's backward, under full sharding."""
     units = parameter_units(setting.model)
     ends = units.embedding.numel + units.output.numel
     output = units.output.numel or units.embedding.numel
     return {
+        # 16 bytes per parameter: all states are fp32.
         "weights, gradients and moments": 16 * units.numel / setting.num_ranks,
+        # bf16: the root unit stays gathered through backward; this layer and the next one.
         "gathered weights": 2 * (ends + 2 * units.layer.numel),
+        # bf16: the output matrix' until the end, and the last layer's while it is reduced.
         "whole gradients": 2 * (output + units.layer.numel),
     }
-
-
-def _query(setting: Setting, heads_per_rank: int) -> float:
-    """In H: query heads of one rank over its Ulysses group's part of the sequence."""
-    model = setting.model
-    return heads_per_rank * setting.num_ulysses * model.kv_channels / model.hidden_size
-
-
-def _key_value(setting: Setting, heads_per_rank: int) -> float:
-    return _query(setting, _key_value_heads(setting, heads_per_rank))
-
-
-def _key_value_heads(setting: Setting, heads_per_rank: int) -> int:
-    share = setting.model.num_attention_heads // setting.model.num_query_groups
-    return -(-heads_per_rank // share)
-
-
-def _share(heads: int, setting: Setting) -> int:
-    return -(-heads // setting.num_ulysses)

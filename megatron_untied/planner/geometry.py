@@ -1,137 +1,136 @@
 """The sizes that one rank computes on, from the configuration of a run: integers only."""
 
+from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 
 from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.head_schedule import HeadSchedule, head_schedule
+from megatron_untied.phases import MemoryCategory
+
+Bytes = Counter[MemoryCategory]
+"""Bytes by category. ``+`` adds them up and drops categories without bytes."""
+
+# A search plans thousands of lengths and settings, which share few schedules.
+_cached_schedule = cache(head_schedule)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
-    """One rank of ``world_size`` that share a run. Letters are those of the architecture page."""
+    """The sizes of one rank. Single letters are those of the architecture page."""
 
     config: RunConfig
     world_size: int
 
-    @property
-    def t(self) -> int:
-        """Tensor-parallel ranks."""
-        return self.config.parallel.tensor_model_parallel_size
+    num_tensor: int
+    """Tensor-parallel ranks."""
+    num_context: int
+    """Context-parallel ranks, Ulysses x ring."""
+    num_ulysses: int
+    """Ranks that exchange tokens for heads."""
+    num_ring: int
+    """Ranks that pass keys and values around."""
+    num_sharding: int
+    """Data- x context-parallel ranks, which shard optimizer states (ZeRO-1) or everything."""
+    num_token_parts: int
+    """Tensor-parallel ranks that shard the residual's tokens: 1 without sequence parallelism."""
+    num_micro_batches: int
+    """Forwards and backwards of a step."""
+    num_layers: int
 
-    @property
-    def p(self) -> int:
-        """Context-parallel ranks."""
-        return self.config.parallel.context_parallel_size
+    n: int
+    """Tokens of the sequence per rank, as attention sees them."""
+    b: int
+    """Samples of a micro-batch."""
+    m: int
+    """Hidden size."""
+    h: int
+    """Query heads per tensor-parallel rank."""
+    g: int
+    """Key-value heads per tensor-parallel rank."""
+    d: int
+    """Width of a head."""
+    f: int
+    """Width of the MLP per tensor-parallel rank."""
+    v: int
+    """Rows of the vocabulary per tensor-parallel rank, with padding."""
+    itemsize: int
+    """Bytes of an activation, and of a weight in use."""
 
-    @property
-    def num_ulysses(self) -> int:
-        """Ranks that trade sequence for heads."""
-        return self.config.parallel.num_ulysses_and_ring[0]
+    schedule: HeadSchedule
+    """The heads of each rank in each chunk."""
+    is_streamed: bool
+    """Whether layers recompute; otherwise they keep all that autograd saves."""
+    tokens: int
+    """n x b."""
+    residual_tokens: int
+    """Of those, the tokens of this rank's residual."""
+    tile_tokens: int
+    """Tokens x samples of one tile, over all tensor-parallel ranks that are gathered."""
+    num_tiles: int
+    residual_bytes: int
+    """H: the residual of this rank's tokens."""
+    output_bytes: int
+    """The attention output of this rank's tokens, all heads: as large as H if h x d is m."""
+    lse_bytes: int
+    """The log-sum-exps of one layer, fp32."""
 
-    @property
-    def num_ring(self) -> int:
-        """Ranks that pass keys and values round."""
-        return self.config.parallel.num_ulysses_and_ring[1]
+    @classmethod
+    def of(cls, config: RunConfig, world_size: int) -> "Geometry":
+        """The sizes of each of ``world_size`` ranks that share the run ``config``.
 
-    @property
-    def num_sharding(self) -> int:
-        """Data- x context-parallel ranks: those that share optimizer states, or everything."""
-        return self.world_size // self.t
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Forwards and backwards of a step."""
-        return self.config.batch.num_micro_batches(self.num_sharding // self.p)
-
-    @property
-    def b(self) -> int:
-        """Samples of a micro-batch."""
-        return self.config.batch.micro_batch_size
-
-    @property
-    def n(self) -> int:
-        """Tokens of the sequence on one rank, as attention sees them."""
-        return self.config.batch.seq_length // self.p
-
-    @property
-    def num_token_parts(self) -> int:
-        """Tensor-parallel ranks that share the residual's tokens."""
-        return self.t if self.config.parallel.sequence_parallel else 1
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an activation and of a weight in use."""
-        return self.config.precision.params_dtype.itemsize
-
-    @property
-    def m(self) -> int:
-        """Hidden size."""
-        return self.config.model.hidden_size
-
-    @property
-    def h(self) -> int:
-        """Query heads of a tensor-parallel rank."""
-        return self.config.model.num_attention_heads // self.t
-
-    @property
-    def g(self) -> int:
-        """Key-value heads of a tensor-parallel rank."""
-        return self.config.model.num_query_groups // self.t
-
-    @property
-    def d(self) -> int:
-        """Width of a head."""
-        return self.config.model.kv_channels
-
-    @property
-    def f(self) -> int:
-        """Width of the MLP on a tensor-parallel rank."""
-        return self.config.model.ffn_hidden_size // self.t
-
-    @property
-    def v(self) -> int:
-        """Rows of the vocabulary on a tensor-parallel rank, with padding."""
-        return self.config.model.padded_vocab_size(self.t) // self.t
-
-    @property
-    def num_layers(self) -> int:
-        """Transformer layers."""
-        return self.config.model.num_layers
-
-    @cached_property
-    def schedule(self) -> HeadSchedule:
-        """Which heads travel in which chunk."""
-        return head_schedule(
-            self.h,
-            self.g,
-            self.num_ulysses,
-            self.config.parallel.heads_per_chunk,
-            overlap=self.config.parallel.cp_overlap and self.num_ulysses > 1,
+        Raises:
+            ValueError: heads per chunk that do not divide over the ranks.
+        """
+        model, parallel, batch = config.model, config.parallel, config.batch
+        num_tensor, num_context = (
+            parallel.tensor_model_parallel_size,
+            parallel.context_parallel_size,
         )
-
-    @property
-    def residual_bytes(self) -> int:
-        """H: the residual of this rank's tokens."""
-        return self.n // self.num_token_parts * self.b * self.m * self.itemsize
-
-    @property
-    def output_bytes(self) -> int:
-        """The attention output of this rank's tokens, all heads: as large as H if h x d is m."""
-        return self.n * self.b * self.h * self.d * self.itemsize
-
-    @property
-    def lse_bytes(self) -> int:
-        """The log-sum-exps of one layer, fp32."""
-        return self.n * self.b * self.h * 4
-
-    @property
-    def tile(self) -> int:
-        """Tokens x samples that a streamed layer works on at a time, over all that are gathered."""
-        most = max(1, self.config.memory.sequence_tile_size // self.num_token_parts)
-        return min(most, self.n // self.num_token_parts) * self.num_token_parts * self.b
-
-    @property
-    def num_tiles(self) -> int:
-        """Tiles of this rank's tokens."""
-        return -(-self.n * self.b // self.tile)
+        num_ulysses, num_ring = parallel.num_ulysses_and_ring
+        num_sharding = world_size // num_tensor
+        num_token_parts = num_tensor if parallel.sequence_parallel else 1
+        n, b = batch.seq_length // num_context, batch.micro_batch_size
+        h, g = model.num_attention_heads // num_tensor, model.num_query_groups // num_tensor
+        own_rows = n // num_token_parts
+        # A tile is cut from the rank's own tokens and gathered, so it is a multiple of the parts.
+        tile_rows = min(max(1, config.memory.sequence_tile_size // num_token_parts), own_rows)
+        tile_tokens = tile_rows * num_token_parts * b
+        itemsize = config.precision.params_dtype.itemsize
+        return cls(
+            config=config,
+            world_size=world_size,
+            num_tensor=num_tensor,
+            num_context=num_context,
+            num_ulysses=num_ulysses,
+            num_ring=num_ring,
+            num_sharding=num_sharding,
+            num_token_parts=num_token_parts,
+            num_micro_batches=batch.num_micro_batches(num_sharding // num_context),
+            num_layers=model.num_layers,
+            n=n,
+            b=b,
+            m=model.hidden_size,
+            h=h,
+            g=g,
+            d=model.kv_channels,
+            f=model.ffn_hidden_size // num_tensor,
+            v=model.padded_vocab_size(num_tensor) // num_tensor,
+            itemsize=itemsize,
+            schedule=_cached_schedule(
+                h,
+                g,
+                num_ulysses,
+                parallel.heads_per_chunk,
+                # One rank exchanges nothing, so there is nothing to overlap and to buffer twice.
+                overlap=parallel.cp_overlap and num_ulysses > 1,
+            ),
+            is_streamed=config.memory.recompute_granularity is not None,
+            tokens=n * b,
+            residual_tokens=own_rows * b,
+            tile_tokens=tile_tokens,
+            num_tiles=-(-n * b // tile_tokens),
+            residual_bytes=own_rows * b * model.hidden_size * itemsize,
+            output_bytes=n * b * h * model.kv_channels * itemsize,
+            lse_bytes=n * b * h * 4,
+        )

@@ -1,8 +1,8 @@
-"""The machines that a plan is for: how many GPUs of which kind, and how much memory."""
+"""The machine of a plan: how many GPUs of which kind, their rates, and how much memory."""
 
 import importlib.resources
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -11,9 +11,9 @@ from megatron_untied.platform import device
 
 GIB = 1 << 30
 DEVICE_RESERVE_GIB = 4
-"""Of a GPU, for its context, NCCL, cuBLAS and what the allocator cannot use."""
+"""Per GPU, for its context, NCCL, cuBLAS and what the allocator cannot use."""
 HOST_RESERVE_GIB = 2
-"""For each rank's process: Python, libraries, CUDA's part on the host."""
+"""Per rank, for its process: Python, libraries, CUDA's part on the host."""
 DEFAULT_GPU = "h100-80"
 
 
@@ -37,13 +37,13 @@ class Gpu:
     pcie_gb_per_second: float
     """To the host."""
     host_memory_gib: float
-    """Of the node that it is usually sold in."""
+    """Of the node that the GPU is usually sold in."""
     source: str
     """Where the rates come from."""
     cuda_names: tuple[str, ...] = ()
-    """What CUDA calls it."""
+    """Names that CUDA gives it."""
     assumed: str = ""
-    """What of it is an assumption, for the user to check; empty if nothing is."""
+    """Assumptions among the values, for the user to check; empty if there are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,17 +64,17 @@ class Machine:
 
     @property
     def device_bytes(self) -> int:
-        """What tensors of one rank may take on its GPU."""
+        """Bytes per rank that tensors may take on its GPU."""
         return int((self.gpu_memory_gib - DEVICE_RESERVE_GIB) * GIB)
 
     @property
     def host_bytes(self) -> int:
-        """What tensors of one rank may take on the host."""
+        """Bytes per rank that tensors may take on the host."""
         return int((self.host_memory_gib / self.gpus_per_node - HOST_RESERVE_GIB) * GIB)
 
 
 def read_gpus() -> dict[str, Gpu]:
-    """Every GPU that the roofline knows, by name."""
+    """The GPUs with published rates, by name."""
     text = (importlib.resources.files(__package__) / "gpus.json").read_text()
     return {
         name: Gpu(**values | {"cuda_names": tuple(values["cuda_names"])})
@@ -82,30 +82,27 @@ def read_gpus() -> dict[str, Gpu]:
     }
 
 
-def described_gpu(
-    title: str,
-    *,
-    memory_gib: float,
-    bf16_tflops: float,
-    memory_gb_per_second: float,
-    pcie_gb_per_second: float,
-    nvlink_gb_per_second: float,
-    network_gb_per_second: float,
-    host_memory_gib: float,
-    source: str,
-    assumed: str = "",
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuRates:
+    """What distinguishes a GPU that is not in the list; fields are those of :class:`Gpu`."""
+
+    memory_gib: float
+    bf16_tflops: float
+    memory_gb_per_second: float
+    pcie_gb_per_second: float
+    nvlink_gb_per_second: float
+    network_gb_per_second: float
+
+
+def unlisted_gpu(
+    title: str, rates: GpuRates, *, host_memory_gib: float, source: str, assumed: str = ""
 ) -> Gpu:
     """A GPU that is not in the list; its kernels reach the fractions of an A100's peak."""
     fractions = "kernels reach the same fractions of the peak as on an A100"
     return replace(
         read_gpus()["a100-80"],
         title=title,
-        memory_gib=memory_gib,
-        bf16_tflops=bf16_tflops,
-        memory_gb_per_second=memory_gb_per_second,
-        pcie_gb_per_second=pcie_gb_per_second,
-        nvlink_gb_per_second=nvlink_gb_per_second,
-        network_gb_per_second=network_gb_per_second,
+        **asdict(rates),
         host_memory_gib=host_memory_gib,
         source=source,
         cuda_names=(),
@@ -127,29 +124,36 @@ _BF16_FLOPS_PER_CYCLE = {
 
 
 def this_machine(groups: ProcessGroupCollection) -> Machine:
-    """Memory and number of GPUs of the smallest node, rates of the slowest; collective.
+    """Memory and number of GPUs of the smallest node, rates of the slowest GPU; collective.
 
-    Without GPUs it is taken to be what the planner assumes if it is told nothing: its settings are
-    then those of such a machine.
+    Without GPUs it is the machine that the planner assumes without machine flags, so that "auto"
+    becomes the same on CPUs as in a plan.
     """
     world_size = dist.get_world_size()
     gpu = this_gpu()
-    found: list[tuple[Gpu, int]] = [(gpu, device.num_devices() or min(world_size, 8))] * world_size
-    dist.all_gather_object(found, found[0])
-    gpus, counts = zip(*found, strict=True)
+    gathered: list[tuple[Gpu, int]] = [
+        (gpu, device.num_devices() or min(world_size, 8))
+    ] * world_size
+    dist.all_gather_object(gathered, gathered[0])
+    gpus, counts = zip(*gathered, strict=True)
+    # Equal nodes: the largest number of GPUs that every node has and that divides the ranks.
     most = min(*counts, world_size)
     gpus_per_node = next(size for size in range(most, 0, -1) if world_size % size == 0)
     return Machine(
         gpus_per_node=gpus_per_node,
         nodes=world_size // gpus_per_node,
-        gpu=min(gpus, key=lambda each: (each.bf16_tflops, each.title)),
-        gpu_memory_gib=min(each.memory_gib for each in gpus),
-        host_memory_gib=min(each.host_memory_gib for each in gpus),
+        gpu=min(gpus, key=lambda gpu: (gpu.bf16_tflops, gpu.title)),
+        gpu_memory_gib=min(gpu.memory_gib for gpu in gpus),
+        host_memory_gib=min(gpu.host_memory_gib for gpu in gpus),
     )
 
 
 def this_gpu() -> Gpu:
-    """This rank's GPU and its host's memory: from the list by CUDA's name, else by properties."""
+    """This rank's GPU and its host's memory.
+
+    Rates are those of the list where it has CUDA's name of the GPU. Otherwise they come from the
+    properties that CUDA gives; it does not give the rates of links.
+    """
     gpus, properties = read_gpus(), device.gpu_properties()
     if properties is None:
         default = gpus[DEFAULT_GPU]
@@ -159,36 +163,35 @@ def this_gpu() -> Gpu:
         )
         return replace(default, assumed=assumed)
     memory_gib, host_gib = properties.memory_bytes / GIB, device.host_memory_bytes() / GIB
+    # Whole names only: "NVIDIA H100 PCIe" is slower than the H100 of the list.
     listed = next((gpu for gpu in gpus.values() if properties.name in gpu.cuda_names), None)
     if listed is not None:
         return replace(listed, memory_gib=memory_gib, host_memory_gib=host_gib)
-    return _from_properties(properties, memory_gib, host_gib)
 
-
-def _from_properties(properties: device.GpuProperties, memory_gib: float, host_gib: float) -> Gpu:
-    """A GPU that the list does not have. CUDA does not tell the rates of its links."""
-    like, assumed = read_gpus()["a100-80"], []
+    a100 = gpus["a100-80"]
+    link, network = a100.pcie_gb_per_second, a100.network_gb_per_second
     per_cycle = _BF16_FLOPS_PER_CYCLE.get(properties.capability, 0)
     tflops = per_cycle * properties.cycles_per_second / 1e12
     bandwidth = properties.memory_bytes_per_second / 1e9
-    for name, value, otherwise in (
-        ("TFLOP/s", tflops, like.bf16_tflops),
-        ("GB/s of memory", bandwidth, like.memory_gb_per_second),
-    ):
-        if not value:
-            assumed.append(f"{otherwise:,.0f} {name}, as an A100")
-    link, network = like.pcie_gb_per_second, like.network_gb_per_second
+    assumed = []
+    if not tflops:
+        assumed.append(f"{a100.bf16_tflops:,.0f} TFLOP/s, as an A100")
+    if not bandwidth:
+        assumed.append(f"{a100.memory_gb_per_second:,.0f} GB/s of memory, as an A100")
     assumed.append(
         f"{link} GB/s to the host and to other GPUs of the node, {network} to other nodes"
     )
-    return described_gpu(
-        properties.name,
+    rates = GpuRates(
         memory_gib=memory_gib,
-        bf16_tflops=tflops or like.bf16_tflops,
-        memory_gb_per_second=bandwidth or like.memory_gb_per_second,
+        bf16_tflops=tflops or a100.bf16_tflops,
+        memory_gb_per_second=bandwidth or a100.memory_gb_per_second,
         pcie_gb_per_second=link,
         nvlink_gb_per_second=link,
         network_gb_per_second=network,
+    )
+    return unlisted_gpu(
+        properties.name,
+        rates,
         host_memory_gib=host_gib,
         source=f"properties that CUDA gives of {properties.name}, which is not in the list",
         assumed=f"{properties.name} is not in the list of GPUs: {', '.join(assumed)}",

@@ -7,85 +7,100 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_untied.planner.causes import Bytes, Cause
+from megatron_untied.phases import MemoryCategory
 from megatron_untied.planner.disk import Disk
+from megatron_untied.planner.geometry import Bytes
 from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.weights import num_parameters
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Device memory by phase and cause, host memory, time, disk."""
+    """Print the answer, then memory by phase and category, host memory, time and disk."""
+    print_line(console, summary(plan))
     print_line(console, headline(plan))
     if plan.machine.gpu.assumed:
         print_line(console, f"assumed: {plan.machine.gpu.assumed}")
     print_device(plan, console)
     print_host(plan, console)
     print_time(plan, console)
-    disk = Disk(plan.config, plan.machine.world_size)
+    disk = Disk.of(plan.config, plan.machine.world_size)
     print_line(console, disk.describe())
     if (shortfall := disk.shortfall()) is not None:
         print_line(console, shortfall)
     print_line(console, verdict(plan))
 
 
+def summary(plan: Plan) -> str:
+    """The answer in one line: whether it fits, where the peak is, how long a step takes."""
+    machine, peak = plan.machine, plan.peak
+    answer = "this run fits" if plan.fits else "this run does not fit"
+    return (
+        f"{answer}: the peak per GPU is {peak.num_bytes / GIB:.1f} of "
+        f"{machine.device_bytes / GIB:.1f} GiB, in {peak.phase}; host memory per rank is "
+        f"{plan.host.total() / GIB:.1f} of {machine.host_bytes / GIB:.1f} GiB; a step takes "
+        f"about {plan.time.seconds:,.1f} s"
+    )
+
+
 def headline(plan: Plan) -> str:
     """The model, the ranks and the sequence in one line."""
     config, geometry, machine = plan.config, plan.geometry, plan.machine
-    data_parallel = geometry.num_sharding // geometry.p
+    data_parallel = geometry.num_sharding // geometry.num_context
     precision = "bf16" if config.precision.bf16 else "fp32 (--bf16 halves activations)"
     return (
         f"{num_parameters(config.model):,} parameters in {precision} on "
-        f"{machine.nodes} x {machine.gpus_per_node} {machine.gpu.title}: tensor {geometry.t} x "
-        f"context {geometry.p} x data {data_parallel}; {config.batch.seq_length:,} tokens, "
-        f"H = {geometry.residual_bytes / GIB:.3f} GiB"
+        f"{machine.nodes} x {machine.gpus_per_node} {machine.gpu.title}: tensor "
+        f"{geometry.num_tensor} x context {geometry.num_context} x data {data_parallel}; "
+        f"{config.batch.seq_length:,} tokens, H = {geometry.residual_bytes / GIB:.3f} GiB"
     )
 
 
 def print_device(plan: Plan, console: Console) -> None:
-    """GiB of one rank's GPU: a row a phase, a column a cause."""
-    causes = _causes(moment.by_cause for moment in plan.phases.values())
-    rows = {}
-    for phase, moment in plan.phases.items():
+    """GiB per GPU: a row per phase, a column per category."""
+    categories = _categories(snapshot.by_category for snapshot in plan.phases.values())
+    cells = {}
+    for phase, snapshot in plan.phases.items():
         mark = " <- peak" if phase == plan.peak.phase else ""
-        rows[phase + mark] = [moment.num_bytes, *(moment.by_cause[cause] for cause in causes)]
-    cells = {name: [_gib(num_bytes) for num_bytes in row] for name, row in rows.items()}
+        row = [snapshot.num_bytes, *(snapshot.by_category[category] for category in categories)]
+        cells[phase + mark] = [_gib(num_bytes) for num_bytes in row]
     title = "GPU, GiB at the highest moment of each phase"
-    print_table(console, title, "phase", ["all", *causes], cells)
+    print_table(console, title, "phase", ["all", *categories], cells)
 
 
 def print_host(plan: Plan, console: Console) -> None:
-    """GiB of the host by cause, for a rank and for a node."""
+    """GiB of the host by category, per rank and per node."""
+    rows = {category: plan.host[category] for category in _categories([plan.host])}
+    rows |= {"all": plan.host.total()}
     per_node = plan.machine.gpus_per_node
-    rows = {cause: plan.host[cause] for cause in _causes([plan.host])} | {"all": plan.host.total()}
-    cells = {name: [_gib(some), _gib(some * per_node)] for name, some in rows.items()}
+    cells = {name: [_gib(size), _gib(size * per_node)] for name, size in rows.items()}
     print_table(console, "host, GiB", "cause", ["per rank", "per node"], cells)
 
 
 def print_time(plan: Plan, console: Console) -> None:
     """Seconds of a step by the roofline."""
     time = plan.time
-    rows = {cause: [f"{seconds:,.2f}"] for cause, seconds in time.by_cause().items()}
+    rows = {cause: [f"{seconds:,.2f}"] for cause, seconds in time.by_cause.items()}
     rows["all"] = [f"{time.seconds:,.2f}"]
     rows["tokens/s/GPU"] = [f"{time.tokens_per_second_per_gpu:,.1f}"]
     print_table(console, "time of a step, s, by a roofline", "cause", ["seconds"], rows)
 
 
 def verdict(plan: Plan) -> str:
-    """Whether it fits, with both sums."""
+    """Whether it fits, with the reserves that are left free and the sizes of the machine."""
     machine, host = plan.machine, plan.host.total() * plan.machine.gpus_per_node / GIB
     reserve = HOST_RESERVE_GIB * machine.gpus_per_node
     answer = "fits" if plan.fits else "does not fit"
     return (
         f"{answer}: GPU {plan.peak.num_bytes / GIB:.1f} + {DEVICE_RESERVE_GIB} in reserve of "
         f"{machine.gpu_memory_gib:g} GiB; host {host:.1f} + {reserve} in reserve of "
-        f"{machine.host_memory_gib:g} GiB a node"
+        f"{machine.host_memory_gib:g} GiB per node"
     )
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """All of it in bytes and seconds."""
-    machine, disk = plan.machine, Disk(plan.config, plan.machine.world_size)
+    """The whole plan in bytes and seconds. Keys are an interface: programs read them."""
+    machine, disk = plan.machine, Disk.of(plan.config, plan.machine.world_size)
     return {
         "fits": plan.fits,
         "fits_device": plan.fits_device,
@@ -99,7 +114,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "peak_bytes": plan.peak.num_bytes,
             "peak_phase": plan.peak.phase,
             "limit_bytes": machine.device_bytes,
-            "bytes_by_phase": {name: _named(m.by_cause) for name, m in plan.phases.items()},
+            "bytes_by_phase": {
+                name: _named(peak.by_category) for name, peak in plan.phases.items()
+            },
         },
         "host": {
             "rank_bytes": plan.host.total(),
@@ -109,7 +126,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         },
         "step": {
             "seconds": plan.time.seconds,
-            "seconds_by_cause": plan.time.by_cause(),
+            "seconds_by_cause": plan.time.by_cause,
             "tokens_per_second_per_gpu": plan.time.tokens_per_second_per_gpu,
             "gpu": machine.gpu.title,
             "source_of_rates": machine.gpu.source,
@@ -120,21 +137,22 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "checkpoints_written": len(disk.saved),
             "checkpoints_kept": disk.num_kept,
             "kept_bytes": disk.num_kept * disk.checkpoint_bytes,
-            "most_bytes": disk.most_bytes,
+            "most_bytes": disk.peak_bytes,
             "free_bytes": disk.free_bytes(),
         },
     }
 
 
-def _named(by_cause: Bytes) -> dict[str, int]:
-    return {str(cause): num_bytes for cause, num_bytes in by_cause.items() if num_bytes}
+def _named(by_category: Bytes) -> dict[str, int]:
+    return {str(category): num_bytes for category, num_bytes in by_category.items() if num_bytes}
 
 
-def _causes(each: Iterable[Bytes]) -> list[Cause]:
-    seen = Bytes()
-    for by_cause in each:
-        seen |= by_cause
-    return [cause for cause in Cause if seen[cause]]
+def _categories(tables: Iterable[Bytes]) -> list[MemoryCategory]:
+    """Those with bytes in any of ``tables``, in the order of the enum."""
+    largest = Bytes()
+    for by_category in tables:
+        largest |= by_category
+    return [category for category in MemoryCategory if largest[category]]
 
 
 def _gib(num_bytes: int) -> str:

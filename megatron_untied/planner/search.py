@@ -1,44 +1,54 @@
-"""Which flags would make a run fit: a search over those that trade memory for time."""
+"""Settings that make a run fit: those for "auto", and flags that trade time for memory."""
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_untied.config import MemoryConfig
 from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.head_schedule import legal_heads_per_chunk
 from megatron_untied.planner.machine import GIB, Machine
 from megatron_untied.planner.plan import Plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Change:
-    """One flag set to another value; ``flag`` is empty for the value that is there already."""
+    """Other values in one part of the configuration, and the flags that set them."""
 
-    flag: str
-    apply: Callable[[RunConfig], RunConfig]
+    flags: str = ""
+    """Empty for the values that are there already."""
+    part: str = "memory"
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+_UNCHANGED = Change()
 
 
 def search(plan: Plan) -> tuple[list[str], Plan] | None:
     """The flags to change and the fastest plan that fits with them; None if nothing does.
 
-    Of equally fast ones it is that with the fewest changes.
+    Of equally fast plans it is the one with the fewest changes.
     """
-    options = list(_options(plan.config))
-    tried = []
-    for places in itertools.product(*(range(len(each)) for each in options)):
-        changes = [option[place] for option, place in zip(options, places, strict=True)]
-        config = plan.config
-        for change in changes:
-            config = change.apply(config)
-        flags = [change.flag for change in changes if change.flag]
-        if _makes_sense(config):
-            candidate = Plan(config, plan.machine, every_layer=False)
-            tried.append((round(candidate.time.seconds, 3), len(flags), places, flags, candidate))
+    options = _options(plan.config)
+    quick = replace(plan, every_layer=False)
+    candidates = []
+    for places in itertools.product(*(range(len(changes)) for changes in options)):
+        candidate, flags = quick, []
+        for changes, place in zip(options, places, strict=True):
+            change = changes[place]
+            candidate = candidate.with_settings(change.part, **change.values)
+            flags += [change.flags] if change.flags else []
+        memory = candidate.config.memory
+        if memory.recompute_granularity is not None or not needs_streamed_layers(memory):
+            seconds = round(candidate.time.seconds, 3)
+            candidates.append((seconds, len(flags), places, flags, candidate))
     too_large: list[tuple[int, ...]] = []
-    for _, _, places, flags, candidate in sorted(tried, key=lambda each: each[:3]):
-        if any(all(map(int.__le__, places, other)) for other in too_large):
-            continue  # it saves less in every respect than one that did not fit
+    for _, _, places, flags, candidate in sorted(candidates, key=lambda found: found[:3]):
+        # The values of an option take less and less memory, so a candidate that is not further in
+        # any option than one that did not fit does not fit either. Memory is the slow part.
+        if any(all(map(int.__le__, places, failed)) for failed in too_large):
+            continue
         if not candidate.fits_device:
             too_large.append(places)
         elif candidate.fits_host:
@@ -46,76 +56,72 @@ def search(plan: Plan) -> tuple[list[str], Plan] | None:
     return None
 
 
-def _makes_sense(config: RunConfig) -> bool:
-    """Flags of streamed layers need them."""
-    memory = config.memory
-    asks = (
+def needs_streamed_layers(memory: MemoryConfig) -> bool:
+    """Whether ``memory`` has settings that only layers with recomputation take."""
+    return bool(
         memory.cpu_offloading_num_layers
         or memory.park_during_attention
         or memory.recompute_num_layers > 1
     )
-    return memory.recompute_granularity is not None or not asks
 
 
-def _options(config: RunConfig) -> Iterator[list[Change]]:
-    """By flag: the value that is there, then others that take less and less of the device."""
+def legal_chunks(config: RunConfig) -> list[int]:
+    """Every value of ``--cp-heads-per-chunk``, smallest first."""
+    heads = config.model.num_attention_heads // config.parallel.tensor_model_parallel_size
+    return legal_heads_per_chunk(heads, config.parallel.num_ulysses_and_ring[0])
+
+
+def _options(config: RunConfig) -> list[list[Change]]:
+    """By setting: the value that is there, then others that take less and less of the device."""
     memory, parallel, layers = config.memory, config.parallel, config.model.num_layers
-    yield _values(
-        "memory", "recompute_granularity", "--recompute-granularity", ["selective", "full"], memory
-    )
+    granularities = [g for g in ("selective", "full") if g != memory.recompute_granularity]
     groups = [n for n in (2, 4, 8) if memory.recompute_num_layers < n <= layers]
-    yield _values("memory", "recompute_num_layers", "--recompute-num-layers", groups, memory)
-    offloaded = [n for n in (layers // 2, layers) if n > memory.cpu_offloading_num_layers]
-    yield _values(
-        "memory", "cpu_offloading_num_layers", "--cpu-offloading-num-layers", offloaded, memory
-    )
-    parks = [] if memory.park_during_attention else [True]
-    yield _values("memory", "park_during_attention", "--park-during-attention", parks, memory)
-    heads = config.model.num_attention_heads // parallel.tensor_model_parallel_size
-    legal = legal_heads_per_chunk(heads, parallel.num_ulysses_and_ring[0])
-    now = legal[-1] if parallel.heads_per_chunk == "all" else parallel.heads_per_chunk
-    smaller = sorted({u for u in (legal[0], legal[(len(legal) - 1) // 2]) if u < now}, reverse=True)
-    yield _values("parallel", "heads_per_chunk", "--cp-heads-per-chunk", smaller, parallel)
-    overlaps = [False] if parallel.cp_overlap and parallel.num_ulysses_and_ring[0] > 1 else []
-    yield _values("parallel", "cp_overlap", "--no-cp-overlap", overlaps, parallel)
-    tiles = [2048] if memory.sequence_tile_size > 2048 else []
-    yield _values("memory", "sequence_tile_size", "--sequence-tile-size", tiles, memory)
-    chunk = memory.loss_chunk_size or config.batch.seq_length
-    chunks = [n for n in (8192, 2048) if n < chunk][-1:]
-    yield _values("memory", "loss_chunk_size", "--loss-chunk-size", chunks, memory)
-    yield [_KEEP, *_sharding(config)]
+    on_host = [n for n in (layers // 2, layers) if n > memory.cpu_offloading_num_layers]
+    legal = legal_chunks(config)
+    current = legal[-1] if parallel.heads_per_chunk == "all" else parallel.heads_per_chunk
+    smaller = {u for u in (legal[0], legal[(len(legal) - 1) // 2]) if u < current}
+    overlaps = parallel.cp_overlap and parallel.num_ulysses_and_ring[0] > 1
+    loss_chunk = memory.loss_chunk_size or config.batch.seq_length
+    options = [
+        [_UNCHANGED] + [
+            Change(part=part, values={name: value}, flags=flag.format(value)) for value in values
+        ]
+        for part, name, flag, values in (
+            ("memory", "recompute_granularity", "--recompute-granularity {}", granularities),
+            ("memory", "recompute_num_layers", "--recompute-num-layers {}", groups),
+            ("memory", "cpu_offloading_num_layers", "--cpu-offloading-num-layers {}", on_host),
+            ("memory", "park_during_attention", "--park-during-attention",
+             [] if memory.park_during_attention else [True]),
+            ("parallel", "heads_per_chunk", "--cp-heads-per-chunk {}",
+             sorted(smaller, reverse=True)),
+            ("parallel", "cp_overlap", "--no-cp-overlap", [False] if overlaps else []),
+            ("memory", "sequence_tile_size", "--sequence-tile-size {}",
+             [2048] if memory.sequence_tile_size > 2048 else []),
+            ("memory", "loss_chunk_size", "--loss-chunk-size {}",
+             [n for n in (8192, 2048) if n < loss_chunk][-1:]),
+        )
+    ]  # fmt: skip
+    return [*options, [_UNCHANGED, *_more_sharding(config)]]
 
 
-def _sharding(config: RunConfig) -> Iterator[Change]:
+def _more_sharding(config: RunConfig) -> Iterator[Change]:
+    """Full sharding, then the optimizer on the host too; neither with Megatron's own layers."""
     optimization = config.optimization
     if config.transformer_impl != "local":
         return
-    full = {"use_torch_fsdp2": True, "use_distributed_optimizer": False}
-    instead = " instead of --use-distributed-optimizer"
-    note = instead if optimization.use_distributed_optimizer else ""
+    values = {"use_torch_fsdp2": True, "use_distributed_optimizer": False}
+    flags = "--use-torch-fsdp2"
+    if optimization.use_distributed_optimizer:
+        flags += " instead of --use-distributed-optimizer"
     if not optimization.use_torch_fsdp2:
-        yield Change(f"--use-torch-fsdp2{note}", _replacing("optimization", full))
+        yield Change(part="optimization", values=values, flags=flags)
     if not optimization.optimizer_cpu_offload:
-        sharded = "" if optimization.use_torch_fsdp2 else f"--use-torch-fsdp2{note} "
-        both = full | {"optimizer_cpu_offload": True}
-        yield Change(f"{sharded}--optimizer-cpu-offload", _replacing("optimization", both))
-
-
-def _values(part: str, name: str, flag: str, values: list, holder: Any) -> list[Change]:
-    values = [value for value in values if value != getattr(holder, name)]
-    written = [flag if isinstance(value, bool) else f"{flag} {value}" for value in values]
-    changes = (_replacing(part, {name: value}) for value in values)
-    return [_KEEP, *map(Change, written, changes)]
-
-
-def _replacing(part: str, values: dict[str, Any]) -> Callable[[RunConfig], RunConfig]:
-    def apply(config: RunConfig) -> RunConfig:
-        return replace(config, **{part: replace(getattr(config, part), **values)})
-
-    return apply
-
-
-_KEEP = Change("", lambda config: config)
+        offload = "--optimizer-cpu-offload"
+        yield Change(
+            part="optimization",
+            values=values | {"optimizer_cpu_offload": True},
+            flags=offload if optimization.use_torch_fsdp2 else f"{flags} {offload}",
+        )
 
 
 def is_automatic(config: RunConfig) -> bool:
@@ -127,7 +133,7 @@ def choose(config: RunConfig, machine: Machine) -> Plan:
     """The plan of ``config`` with the fastest values that fit in place of "auto".
 
     Raises:
-        ValueError: if none fits, with the smallest peak and what it is short of.
+        ValueError: if none fits, with the smallest peak and the memory that there is.
     """
     plans = [Plan(each, machine, every_layer=False) for each in candidates(config, machine)]
     fitting = (plan for plan in sorted(plans, key=lambda plan: plan.time.seconds) if plan.fits)
@@ -137,33 +143,27 @@ def choose(config: RunConfig, machine: Machine) -> Plan:
     least = min(plans, key=lambda plan: plan.peak.num_bytes)
     raise ValueError(
         f"no automatic setting fits: the smallest takes {least.peak.num_bytes / GIB:.1f} of "
-        f"{machine.device_bytes / GIB:.1f} GiB on a GPU and {least.host.total() / GIB:.1f} of "
-        f"{machine.host_bytes / GIB:.1f} GiB a rank on the host; tools/plan_memory.py says which "
-        "other flags would"
+        f"{machine.device_bytes / GIB:.1f} GiB per GPU and {least.host.total() / GIB:.1f} of "
+        f"{machine.host_bytes / GIB:.1f} GiB of host memory per rank; tools/plan_memory.py lists "
+        "other flags that make it fit"
     )
 
 
 def candidates(config: RunConfig, machine: Machine) -> Iterator[RunConfig]:
     """``config`` with every value that "auto" may become; larger chunks first."""
     parallel, memory = config.parallel, config.memory
-    heads = config.model.num_attention_heads // parallel.tensor_model_parallel_size
     chunks, granularities = [parallel.heads_per_chunk], [memory.recompute_granularity]
     if chunks == ["auto"]:
-        chunks = legal_heads_per_chunk(heads, parallel.num_ulysses_and_ring[0])[::-1]
+        chunks = legal_chunks(config)[::-1]
     if granularities == ["auto"]:
-        needs_streaming = (
-            memory.cpu_offloading_num_layers
-            or memory.park_during_attention
-            or memory.recompute_num_layers > 1
+        plain = [] if needs_streamed_layers(memory) else [None]
+        granularities = [*plain, "selective", "full"]
+    for granularity, heads_per_chunk in itertools.product(granularities, chunks):
+        yield replace(
+            config,
+            parallel=replace(parallel, heads_per_chunk=heads_per_chunk),
+            memory=replace(memory, recompute_granularity=granularity),
         )
-        granularities = ["selective", "full"] if needs_streaming else [None, "selective", "full"]
-    for granularity in granularities:
-        for heads_per_chunk in chunks:
-            yield replace(
-                config,
-                parallel=replace(parallel, heads_per_chunk=heads_per_chunk),
-                memory=replace(memory, recompute_granularity=granularity),
-            )
 
 
 def describe(plan: Plan) -> str:
@@ -174,7 +174,7 @@ def describe(plan: Plan) -> str:
     assumed = f" | assumed: {machine.gpu.assumed}" if machine.gpu.assumed else ""
     return (
         f"planned: --cp-heads-per-chunk {config.parallel.heads_per_chunk}, {recompute} | "
-        f"{plan.peak.num_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB on a GPU, "
-        f"{plan.host.total() / GIB:.1f} of {machine.host_bytes / GIB:.1f} GiB a rank on the host"
-        + assumed
+        f"{plan.peak.num_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB per GPU, "
+        f"{plan.host.total() / GIB:.1f} of {machine.host_bytes / GIB:.1f} GiB of host memory per "
+        f"rank{assumed}"
     )

@@ -1,86 +1,113 @@
-"""What is alive in any step of any rank, and its parts around the layers."""
+"""Device memory through a step, snapshot by snapshot: one step for every kind of layer."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from typing_extensions import override
 
-from megatron_untied.phases import Phase
-from megatron_untied.planner.activations import PlainActivations, StreamedActivations
-from megatron_untied.planner.causes import Bytes, Cause
-from megatron_untied.planner.geometry import Geometry
+from megatron_untied.phases import MemoryCategory, Phase
+from megatron_untied.planner.activations import (
+    KernelBytes,
+    StreamedActivations,
+    attention_sizes,
+    bytes_by_category,
+    plain_buffers,
+)
+from megatron_untied.planner.geometry import Bytes, Geometry
 from megatron_untied.planner.tiles import Tiles, loss_bytes
 from megatron_untied.planner.weights import (
     ShardedWeights,
-    Unit,
-    after_attention_shapes,
-    before_attention_shapes,
+    Stage,
+    full_gradients,
+    output_and_mlp_unit,
+    qkv_unit,
 )
-from megatron_untied.streaming.activation_policy import ActivationPolicy
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class MemorySnapshot:
     """Device memory at one moment of a step."""
 
     phase: Phase
-    by_cause: Bytes
+    by_category: Bytes
     layer: int | None = None
+    """Counted from 0; None outside of layers."""
 
     @property
     def num_bytes(self) -> int:
         """All that is alive."""
-        return self.by_cause.total()
+        return self.by_category.total()
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step of one rank, after the first; layers are a subclass's.
+class Step(ABC):
+    """A step of one rank, after the first one; subclasses add the layers.
 
-    ``rank`` counts those that trade sequence for heads, whose buffers may differ.
+    ``rank`` counts Ulysses ranks, whose heads, and so whose buffers, may differ.
     """
 
     geometry: Geometry
     rank: int = 0
     every_layer: bool = True
-    """Otherwise only those layers where something changes: as high, and sooner known."""
+    """Otherwise only the layers at which something changes: the same peak in less time."""
 
-    def moments(self) -> Iterator[Moment]:
-        """The highest moments of each phase, in the order of a step."""
-        yield Moment(Phase.FORWARD, self._embedding_forward())
-        layers = self._layers()
-        for layer in layers:
-            yield from _of(layer, self.forward(layer))
-        yield Moment(Phase.FORWARD, self._before_loss())
-        yield Moment(Phase.LOSS, self._loss())
-        yield Moment(Phase.BACKWARD, self._after_loss())
-        for layer in reversed(layers):
-            yield from _of(layer, self.backward(layer))
-        yield Moment(Phase.BACKWARD, self._embedding_backward())
-        yield Moment(Phase.OPTIMIZER, self._optimizer_step())
+    def snapshots(self) -> Iterator[MemorySnapshot]:
+        """The peaks of each phase, in the order of a step."""
+        num_layers, weights, units = self.geometry.num_layers, self.weights, self.weights.units
+        residual = self.residual
 
-    def forward(self, layer: int) -> Iterator[Moment]:
-        """Those of one layer's forward."""
-        raise NotImplementedError
+        lookup = self.in_forward + weights.gathered(Stage.EMBEDDING) + residual
+        yield MemorySnapshot(Phase.FORWARD, lookup)
+        for layer in self._layers:
+            for phase, alive in self.layer_forward(layer):
+                yield MemorySnapshot(phase, alive, layer)
 
-    def backward(self, layer: int) -> Iterator[Moment]:
-        """Those of one layer's backward."""
-        raise NotImplementedError
+        before_loss = self.in_forward + self.kept() + residual
+        yield MemorySnapshot(Phase.FORWARD, before_loss + weights.gathered(Stage.BEFORE_LOSS))
+        in_loss = before_loss + weights.gathered(Stage.LOSS) + loss_bytes(self.geometry)
+        yield MemorySnapshot(Phase.LOSS, in_loss)
 
+        # The reduction of the output matrix' gradient starts while the last layer arrives.
+        after_loss = self.in_backward(0) + self.kept() + residual
+        after_loss += weights.gathered(Stage.AFTER_LAYER_BACKWARD, num_layers)
+        after_loss += weights.reducing(units.output) + full_gradients(units.output)
+        yield MemorySnapshot(Phase.BACKWARD, after_loss)
+        for layer in reversed(self._layers):
+            for phase, alive in self.layer_backward(layer):
+                yield MemorySnapshot(phase, alive, layer)
+
+        embedding = weights.gradients(None) - weights.gradients(num_layers)
+        lookup_backward = self.in_backward(num_layers) + residual + embedding
+        yield MemorySnapshot(Phase.BACKWARD, lookup_backward + weights.embedding_gradient())
+        yield MemorySnapshot(Phase.OPTIMIZER, self.states + weights.gradients(None))
+
+    @abstractmethod
+    def layer_forward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
+        """The peaks of one layer's forward."""
+
+    @abstractmethod
+    def layer_backward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
+        """The peaks of one layer's backward."""
+
+    @abstractmethod
     def kept(self) -> Bytes:
         """What all layers keep on the device between forward and backward."""
-        raise NotImplementedError
 
+    @cached_property
     def _layers(self) -> list[int]:
         num_layers, memory = self.geometry.num_layers, self.geometry.config.memory
         if self.every_layer:
             return list(range(num_layers))
         size, on_host = memory.recompute_num_layers, memory.cpu_offloading_num_layers
         last_group = (num_layers - 1) // size * size
-        some = {0, 1, on_host - 1, on_host, last_group - 1, last_group, num_layers - 2}
-        some |= {group + size - 1 for group in (0, on_host // size * size)}
-        return sorted(i for i in {*some, num_layers - 1} if 0 <= i < num_layers)
+        # The ends, both sides of the last group and of the last layer on the host, and the last
+        # layers of the first group and of the group that is only partly on the host.
+        layers = {0, 1, on_host - 1, on_host, last_group - 1, last_group}
+        layers |= {group + size - 1 for group in (0, on_host // size * size)}
+        layers |= {num_layers - 2, num_layers - 1}
+        return sorted(i for i in layers if 0 <= i < num_layers)
 
     @cached_property
     def weights(self) -> ShardedWeights:
@@ -89,269 +116,214 @@ class Step:
 
     @cached_property
     def states(self) -> Bytes:
-        """All along a step: weights, moments, what every layer is given."""
-        rest = Bytes() if self.weights.is_on_host else self.weights.at_rest()
-        return rest + self._inputs() + self._gathered_tile()
+        """Alive through a whole step: weights, moments, and what every layer reads."""
+        geo = self.geometry
+        states = Bytes() if self.weights.is_on_host else self.weights.at_rest()
+        # Tokens, labels (int64) and masks (fp32) of all micro-batches; weights of one's tokens.
+        batch = 20 * geo.n * geo.b * geo.num_micro_batches + 4 * geo.n * geo.b
+        # fp32 cosines and sines: one table, or one per sample where positions are reset.
+        tables = geo.b if geo.config.data.reset_position_ids else 1
+        rotated = int(geo.d * geo.config.model.rotary.percent)
+        positions = 8 * geo.n
+        inputs = batch + 4 * rotated * geo.n * tables + positions
+        # Megatron-core's one buffer for what sequence parallelism gathers: [tokens, m].
+        gathered_tokens = geo.tile_tokens if geo.is_streamed else geo.tokens
+        gathered = gathered_tokens * geo.m * geo.itemsize if geo.num_token_parts > 1 else 0
+        return states + Bytes({MemoryCategory.INPUTS: inputs, MemoryCategory.TILES: gathered})
 
     @cached_property
     def in_forward(self) -> Bytes:
-        """All along a forward: also gradients of the micro-batches before."""
-        more = self.geometry.num_micro_batches > 1
-        return self.states + (self.weights.gradients(None) if more else Bytes())
+        """Alive through a whole forward: the states, and gradients of earlier micro-batches."""
+        has_gradients = self.geometry.num_micro_batches > 1
+        return self.states + (self.weights.gradients(None) if has_gradients else Bytes())
 
     def in_backward(self, num_layers_done: int) -> Bytes:
-        """All along a backward: also the gradients that are done, and a tied one on its way."""
-        if self.geometry.num_micro_batches > 1:
-            return self.in_forward + self._tied_gradient()
-        done = self.weights.gradients(num_layers_done)
-        return self.states + done + self._tied_gradient()
+        """The same in backward, with the gradients that are done.
 
-    @property
-    def residual(self) -> Bytes:
-        """The residual, in backward its gradient."""
-        return Bytes({Cause.RESIDUAL: self.geometry.residual_bytes})
-
-    def _inputs(self) -> Bytes:
-        """Tokens, labels and masks of the step, token weights, positions, cosines and sines."""
-        geo = self.geometry
-        batch = 20 * geo.n * geo.b * geo.num_micro_batches + 4 * geo.n * geo.b
-        samples = geo.b if geo.config.data.reset_position_ids else 1
-        rotated = int(geo.d * geo.config.model.rotary.percent)
-        return Bytes({Cause.INPUTS: batch + 4 * rotated * geo.n * samples + 8 * geo.n})
-
-    def _gathered_tile(self) -> Bytes:
-        """Megatron-core's buffer for what sequence parallelism gathers."""
-        geo = self.geometry
-        streamed = geo.config.memory.recompute_granularity is not None
-        tokens = geo.tile if streamed else geo.n * geo.b
-        gathered = tokens * geo.m * geo.itemsize if geo.num_token_parts > 1 else 0
-        return Bytes({Cause.TILES: gathered})
-
-    def _embedding_forward(self) -> Bytes:
-        return self.in_forward + self.weights.gathered_embedding() + self.residual
-
-    def _before_loss(self) -> Bytes:
-        gathered = self.weights.gathered_before_loss()
-        return self.in_forward + gathered + self.kept() + self.residual
-
-    def _loss(self) -> Bytes:
-        return (
-            self.in_forward + self.weights.gathered_loss() + self.kept() + self.residual
-            + loss_bytes(self.geometry)
-        )  # fmt: skip
-
-    def _after_loss(self) -> Bytes:
-        """The output matrix' gradient starts to be reduced, and the last layer arrives."""
-        output, num_layers = self.weights.units.output, self.geometry.num_layers
-        return (
-            self.in_backward(0) + self.weights.gathered_arriving(num_layers) + self.kept()
-            + self.residual + self.weights.reducing(output) + self.weights.summed(output)
-        )  # fmt: skip
-
-    def _tied_gradient(self) -> Bytes:
-        """Of an output matrix that is the embedding: whole until the end of backward."""
+        The gradient of a tied output matrix is whole until the end, where the lookup's joins it.
+        """
         units = self.weights.units
-        return Bytes() if units.output.shapes else self.weights.summed(units.embedding)
+        tied = full_gradients(units.embedding) if units.is_tied else Bytes()
+        if self.geometry.num_micro_batches > 1:  # all gradients are there already
+            return self.in_forward + tied
+        return self.states + self.weights.gradients(num_layers_done) + tied
 
-    def _embedding_backward(self) -> Bytes:
-        rest = self.in_backward(self.geometry.num_layers) + self.residual
-        embedding = self.weights.gradients(None) - self.weights.gradients(self.geometry.num_layers)
-        return rest + embedding + self.weights.looked_up()
+    @cached_property
+    def residual(self) -> Bytes:
+        """The residual, in backward its gradient: [n, b, m] or a part of it."""
+        return Bytes({MemoryCategory.RESIDUAL: self.geometry.residual_bytes})
 
-    def _optimizer_step(self) -> Bytes:
-        return self.states + self.weights.gradients(None)
-
-
-def _of(layer: int, moments: Iterator[Moment]) -> Iterator[Moment]:
-    return (Moment(each.phase, each.by_cause, layer) for each in moments)
-
-
-def fp32_sums(*units: Unit) -> Bytes:
-    """Sums of weight gradients over tiles, fp32."""
-    return Bytes({Cause.WEIGHT_GRADIENTS: sum(4 * unit.numel for unit in units)})
+    def around_layer_backward(self, layer: int) -> Bytes:
+        """Alive all along the backward of ``layer``, but for activations."""
+        units, num_layers = self.weights.units, self.geometry.num_layers
+        # The gradient of the layer after it is being reduced.
+        reduced = units.output if layer + 1 == num_layers else units.layer
+        alive = self.in_backward(num_layers - 1 - layer)
+        alive += self.weights.gathered(Stage.LAYER_BACKWARD, layer)
+        return alive + self.weights.reduce_buffer(reduced)
 
 
 @dataclass(frozen=True)
 class StreamedStep(Step):
     """A step whose layers recompute."""
 
-    @override
-    def forward(self, layer: int) -> Iterator[Moment]:
-        kept, lse = self.activations, Bytes({Cause.KEPT: self.geometry.lse_bytes})
-        rest = self.in_forward + self.weights.gathered_forward(layer) + kept.kept_forward(layer)
-        counted = (
-            self.policy.selective and not self.policy.layers[layer].lse_on_host
-        )  # with what is kept
-        attending = rest + self._residual_in_attention + self.tiles.projecting()
-        attending += kept.workspace(Phase.ATTENTION_FORWARD, layer)
-        yield Moment(Phase.ATTENTION_FORWARD, attending + (Bytes() if counted else lse))
-        after = rest + self.residual + self.tiles.after_forward()
-        after += kept.workspace(Phase.MLP_FORWARD, layer)
-        yield Moment(Phase.MLP_FORWARD, after + (Bytes() if self.policy.selective else lse))
+    @cached_property
+    def activations(self) -> StreamedActivations:
+        """What layers keep, and the workspace."""
+        return StreamedActivations.of(self.geometry, self.rank)
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        """Temporaries of tiles."""
+        return Tiles.of(self.geometry)
 
     @override
-    def backward(self, layer: int) -> Iterator[Moment]:
-        rest, workspace = self._in_layer_backward(layer), self.activations.workspace
-        if layer == self.policy.layers[layer].group[-1]:
-            yield from self._recompute(layer, rest + self.residual)
-        yield from self._mlp_backward(rest + self.residual + workspace(Phase.MLP_BACKWARD, layer))
-        yield from self._attention_backward(layer, rest + self._residual_in_attention)
-        yield self._qkv_backward(rest + self.residual + workspace(Phase.QKV_BACKWARD, layer))
-        yield Moment(Phase.BACKWARD, self._after(layer))
+    def layer_forward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
+        kept, policy = self.activations, self.activations.policy
+        alive = self.in_forward + self.weights.gathered(Stage.LAYER_FORWARD, layer)
+        alive += kept.kept_forward(layer)
+        lse = Bytes({MemoryCategory.KEPT: self.geometry.lse_bytes})
+
+        attention = alive + self._residual_in_attention + self.tiles.projection
+        attention += kept.workspace[Phase.ATTENTION_FORWARD, layer]
+        # Log-sum-exps that stay on the device are already counted with what is kept.
+        is_counted = policy.selective and not policy.layers[layer].lse_on_host
+        yield Phase.ATTENTION_FORWARD, attention + (Bytes() if is_counted else lse)
+
+        mlp = alive + self.residual + self.tiles.mlp_forward
+        mlp += kept.workspace[Phase.MLP_FORWARD, layer]
+        yield Phase.MLP_FORWARD, mlp + (Bytes() if policy.selective else lse)
+
+    @override
+    def layer_backward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
+        geo, policy, workspace = self.geometry, self.activations.policy, self.activations.workspace
+        alive = self.around_layer_backward(layer) + self.activations.kept_backward(layer)
+        if policy.layers[layer].lse_on_host:  # fetched for the whole layer
+            alive += Bytes({MemoryCategory.KEPT: geo.lse_bytes})
+        if layer == policy.layers[layer].group[-1]:
+            yield from self._recompute_group(layer, alive + self.residual)
+
+        # Gradients of weights are summed over tiles in fp32, those of a first tile are not yet.
+        mlp_gradients = full_gradients(output_and_mlp_unit(geo.config.model, geo.num_tensor))
+        qkv_gradients = full_gradients(qkv_unit(geo.config.model, geo.num_tensor))
+        has_sums = geo.num_tiles > 1
+        mlp = alive + self.residual + workspace[Phase.MLP_BACKWARD, layer]
+        sums = mlp_gradients if has_sums else Bytes()
+        yield Phase.MLP_BACKWARD, mlp + self.tiles.mlp_backward + sums
+        yield Phase.MLP_BACKWARD, mlp + self.tiles.mlp_backward_end + mlp_gradients
+
+        kernel = self.activations.kernel
+        attention = alive + self._residual_in_attention + mlp_gradients
+        attention += workspace[Phase.ATTENTION_BACKWARD, layer]
+        loading = Bytes({MemoryCategory.KERNEL: kernel.kv_grads_while_loading})
+        yield Phase.ATTENTION_BACKWARD, attention + loading + self.tiles.projection
+        most = Bytes({MemoryCategory.KERNEL: max(kernel.peak, kernel.kv_grads)})
+        yield Phase.ATTENTION_BACKWARD, attention + most
+
+        qkv = alive + self.residual + workspace[Phase.QKV_BACKWARD, layer]
+        qkv += Bytes({MemoryCategory.SLOTS: kernel.kv_grads}) + self.tiles.qkv_backward
+        qkv += mlp_gradients + (qkv_gradients if has_sums else Bytes())
+        yield Phase.QKV_BACKWARD, qkv
+        yield Phase.BACKWARD, self._after_layer_backward(layer)
 
     @override
     def kept(self) -> Bytes:
         return self.activations.kept_forward(self.geometry.num_layers - 1)
 
-    @cached_property
-    def activations(self) -> StreamedActivations:
-        """What layers keep, and the workspace."""
-        return StreamedActivations(self.geometry, self.rank)
-
-    @property
-    def policy(self) -> ActivationPolicy:
-        """Which layer keeps what, where."""
-        return self.activations.policy
-
-    @cached_property
-    def tiles(self) -> Tiles:
-        """Temporaries of tiles."""
-        return Tiles(self.geometry)
-
     @property
     def _residual_in_attention(self) -> Bytes:
-        return Bytes() if self.policy.park else self.residual
+        return Bytes() if self.activations.policy.park else self.residual
 
-    def _in_layer_backward(self, layer: int) -> Bytes:
-        done = self.geometry.num_layers - 1 - layer
-        return (
-            self.in_backward(done) + self.weights.gathered_backward(layer)
-            + self.weights.reducing_backward(layer) + self.activations.kept_backward(layer)
-            + self._fetched_lse(layer)
-        )  # fmt: skip
+    def _recompute_group(self, layer: int, alive: Bytes) -> Iterator[tuple[Phase, Bytes]]:
+        """The group that ends with ``layer`` is recomputed when the backward of ``layer`` begins.
 
-    def _fetched_lse(self, layer: int) -> Bytes:
-        on_host = self.policy.layers[layer].lse_on_host
-        return Bytes({Cause.KEPT: self.geometry.lse_bytes if on_host else 0})
-
-    def _recompute(self, layer: int, rest: Bytes) -> Iterator[Moment]:
-        """The group of ``layer`` is completed when its backward begins."""
-        policy, workspace = self.policy, self.activations.workspace
+        Every layer but the last makes the input of the next one, which is then copied to where it
+        is kept.
+        """
+        policy, workspace = self.activations.policy, self.activations.workspace
         if not policy.selective:
-            held = workspace(Phase.RECOMPUTE_ATTENTION, layer)
-            yield Moment(Phase.RECOMPUTE_ATTENTION, rest + held + self.tiles.projecting())
+            attention = alive + workspace[Phase.RECOMPUTE_ATTENTION, layer]
+            yield Phase.RECOMPUTE_ATTENTION, attention + self.tiles.projection
         members = layer - policy.layers[layer].group[0] + 1
-        if members > 1:
-            rest += workspace(Phase.RECOMPUTE_MLP, layer - 1)
-            yield from self._inputs_again(rest)
-        if members > 2:  # the layer before last arrives meanwhile; the last has no input yet
-            last = 0 if policy.layers[layer].input_on_host else self.geometry.residual_bytes
-            earlier = rest + self.weights.one_more_layer() - Bytes({Cause.KEPT: last})
-            yield from self._inputs_again(earlier)
+        if members == 1:
+            return
+        alive += workspace[Phase.RECOMPUTE_MLP, layer - 1]
+        yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward
+        yield Phase.BACKWARD, alive + self.residual
+        if members == 2:
+            return
+        # One layer earlier the next layer's weights arrive, and the last input is not there yet.
+        alive += self.weights.gathered(Stage.RECOMPUTE_AHEAD)
+        if not policy.layers[layer].input_on_host:
+            alive -= Bytes({MemoryCategory.KEPT: self.geometry.residual_bytes})
+        yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward
+        yield Phase.BACKWARD, alive + self.residual
 
-    def _inputs_again(self, rest: Bytes) -> Iterator[Moment]:
-        """An input is made again, and copied to where it is kept."""
-        yield Moment(Phase.RECOMPUTE_MLP, rest + self.tiles.after_forward())
-        yield Moment(Phase.BACKWARD, rest + self.residual)
-
-    def _mlp_backward(self, rest: Bytes) -> Iterator[Moment]:
-        after = self._after_attention
-        earlier_tiles = fp32_sums(after) if self.geometry.num_tiles > 1 else Bytes()
-        yield Moment(Phase.MLP_BACKWARD, rest + self.tiles.after_backward() + earlier_tiles)
-        yield Moment(
-            Phase.MLP_BACKWARD, rest + self.tiles.after_backward_end(after) + fp32_sums(after)
-        )
-
-    def _attention_backward(self, layer: int, rest: Bytes) -> Iterator[Moment]:
-        workspace = self.activations.workspace(Phase.ATTENTION_BACKWARD, layer)
-        rest += workspace + fp32_sums(self._after_attention)
-        allocated = self.activations.kernel
-        loading = Bytes({Cause.KERNEL: allocated.home_when_loading}) + self.tiles.projecting()
-        yield Moment(Phase.ATTENTION_BACKWARD, rest + loading)
-        most = Bytes({Cause.KERNEL: max(allocated.kernel, allocated.home)})
-        yield Moment(Phase.ATTENTION_BACKWARD, rest + most)
-
-    def _qkv_backward(self, rest: Bytes) -> Moment:
-        after, before = self._after_attention, self._before_attention
-        weights = fp32_sums(after, before) if self.geometry.num_tiles > 1 else fp32_sums(after)
-        home = Bytes({Cause.SLOTS: self.activations.kernel.home})  # dK and dV
-        tile = self.tiles.before_backward(before)
-        return Moment(Phase.QKV_BACKWARD, rest + home + tile + weights)
-
-    def _after(self, layer: int) -> Bytes:
-        """The layer's gradients start to be reduced."""
-        done, unit = self.geometry.num_layers - layer, self.weights.units.layer
-        kept = self.activations.kept_backward(layer - 1) if layer else Bytes()
-        return (
-            self.in_backward(done) + self.weights.gathered_arriving(layer) + kept + self.residual
-            + self.weights.reducing(unit) + self.weights.summed(unit)
-            + self.activations.workspace(Phase.BACKWARD, layer)
-        )  # fmt: skip
-
-    @cached_property
-    def _after_attention(self) -> Unit:
-        shapes = after_attention_shapes(self.geometry.config.model, self.geometry.t)
-        return Unit(shapes=tuple(shapes))
-
-    @cached_property
-    def _before_attention(self) -> Unit:
-        shapes = before_attention_shapes(self.geometry.config.model, self.geometry.t)
-        return Unit(shapes=tuple(shapes))
+    def _after_layer_backward(self, layer: int) -> Bytes:
+        """When the reduction of the layer's gradients starts."""
+        unit = self.weights.units.layer
+        alive = self.in_backward(self.geometry.num_layers - layer) + self.residual
+        alive += self.weights.gathered(Stage.AFTER_LAYER_BACKWARD, layer)
+        alive += self.weights.reducing(unit) + full_gradients(unit)
+        alive += self.activations.workspace[Phase.BACKWARD, layer]
+        return alive + (self.activations.kept_backward(layer - 1) if layer else Bytes())
 
 
 @dataclass(frozen=True)
 class PlainStep(Step):
     """A step whose layers keep all that autograd saves."""
 
-    def forward(self, layer: int) -> Iterator[Moment]:
-        """See :class:`Step`."""
-        rest = self.in_forward + self.weights.gathered_forward(layer) + self._saved(layer + 1)
-        yield Moment(Phase.ATTENTION_FORWARD, rest + self.residual + self._activations.forward)
+    @cached_property
+    def attention(self) -> dict[Phase, Bytes]:
+        """The workspace in attention, forward and backward."""
+        buffers = plain_buffers(self.geometry, self.rank)
+        kernel = KernelBytes.of(attention_sizes(self.geometry, self.rank))
+        # dO before it is in slots, and dK and dV beside the kernel's own peak.
+        beside = Bytes(
+            {
+                MemoryCategory.KERNEL: kernel.peak + kernel.kv_grads,
+                MemoryCategory.SLOTS: self.geometry.output_bytes,
+            }
+        )
+        return {
+            phase: bytes_by_category(used)
+            + (beside if phase is Phase.ATTENTION_BACKWARD else Bytes())
+            for phase, used in buffers.items()
+        }
 
-    def backward(self, layer: int) -> Iterator[Moment]:
-        """See :class:`Step`."""
-        geo = self.geometry
-        done = geo.num_layers - 1 - layer
-        rest = (
-            self.in_backward(done) + self.weights.gathered_backward(layer)
-            + self.weights.reducing_backward(layer) + self._saved(layer + 1) + self.residual
-        )  # fmt: skip
-        geo = self.geometry
-        yield Moment(Phase.BACKWARD, rest + self._mlp_backward())
-        attending = rest - self._saved_by_mlp() + self._activations.backward
-        yield Moment(Phase.ATTENTION_BACKWARD, attending)
+    @override
+    def layer_forward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
+        alive = self.in_forward + self.weights.gathered(Stage.LAYER_FORWARD, layer)
+        alive += self._saved(layer + 1) + self.residual
+        yield Phase.ATTENTION_FORWARD, alive + self.attention[Phase.ATTENTION_FORWARD]
 
+    @override
+    def layer_backward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
+        geo, is_gated = self.geometry, self.geometry.config.model.swiglu
+        alive = self.around_layer_backward(layer) + self._saved(layer + 1) + self.residual
+        gradient = geo.tokens * geo.f * (2 if is_gated else 1)  # [n, b, 2 f or f]
+        matrix = geo.m * geo.f
+        mlp = Bytes({MemoryCategory.TILES: (gradient + matrix) * geo.itemsize})
+        yield Phase.BACKWARD, alive + mlp
+
+        # What the MLP and the norm before it saved is gone when attention's backward begins.
+        freed = geo.tokens * geo.f * (5 if is_gated else 2) + 2 * geo.residual_tokens * geo.m
+        alive -= Bytes({MemoryCategory.KEPT: freed * geo.itemsize})
+        yield Phase.ATTENTION_BACKWARD, alive + self.attention[Phase.ATTENTION_BACKWARD]
+
+    @override
     def kept(self) -> Bytes:
-        """See :class:`Step`."""
         return self._saved(self.geometry.num_layers)
 
     def _saved(self, num_layers: int) -> Bytes:
-        geo = self.geometry
-        own = geo.n // geo.num_token_parts * geo.b * geo.m
-        heads = geo.h + 2 * geo.g + geo.h + (geo.h if 1 < geo.g < geo.h else 0)
-        heads += geo.h + geo.g if geo.config.model.qk_layernorm else 0
-        inner = (5 if geo.config.model.swiglu else 2) * geo.f
-        numel = self._saved_by_norms * own + geo.n * geo.b * (heads * geo.d + inner)
-        return Bytes({Cause.KEPT: num_layers * (numel * geo.itemsize + geo.lse_bytes)})
-
-    def _mlp_backward(self) -> Bytes:
-        geo = self.geometry
-        inner = geo.n * geo.b * geo.f * (2 if geo.config.model.swiglu else 1)
-        return Bytes({Cause.TILES: (inner + geo.m * geo.f) * geo.itemsize})
-
-    def _saved_by_mlp(self) -> Bytes:
-        """Gone when a layer's attention goes backward."""
-        geo = self.geometry
-        inner = geo.n * geo.b * geo.f * (5 if geo.config.model.swiglu else 2)
-        own = geo.n // geo.num_token_parts * geo.b * geo.m
-        return Bytes({Cause.KEPT: (inner + 2 * own) * geo.itemsize})
-
-    @property
-    def _saved_by_norms(self) -> int:
-        """In residuals, of both norms: RMSNorm's input and output; LayerNorm's input in fp32."""
-        wide = 4 // self.geometry.itemsize
-        return 2 * (1 + (wide if self.geometry.config.model.normalization == "LayerNorm" else 1))
-
-    @cached_property
-    def _activations(self) -> PlainActivations:
-        return PlainActivations(self.geometry, self.rank)
+        """What autograd saves of so many layers, counted from megatron-core's modules."""
+        geo, model = self.geometry, self.geometry.config.model
+        heads = geo.h + 2 * geo.g + geo.h  # q, k, v, o
+        heads += geo.h if 1 < geo.g < geo.h else 0  # grouped queries are made contiguous
+        heads += geo.h + geo.g if model.qk_layernorm else 0
+        inner = (5 if model.swiglu else 2) * geo.f
+        # Two norms save their input and output each; LayerNorm saves its input in fp32.
+        wide = 4 // geo.itemsize if model.normalization == "LayerNorm" else 1
+        norms = 2 * (1 + wide) * geo.residual_tokens * geo.m
+        numel = norms + geo.tokens * (heads * geo.d + inner)
+        return Bytes({MemoryCategory.KEPT: num_layers * (numel * geo.itemsize + geo.lse_bytes)})

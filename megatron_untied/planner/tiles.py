@@ -1,129 +1,111 @@
-"""What a streamed layer's token-wise parts take on one tile, at their highest moments.
+"""Temporaries of one tile of a streamed layer, and of one chunk of the loss, at their peaks.
 
-Counted from megatron-core's MLP and linear layers and from what autograd saves of them. Letters in
-the sums: t tokens of a tile, m hidden size, f MLP width, w width of all query heads, k width of
-all keys and values. Each moment is a sum of tensors; the highest counts.
+Counted from megatron-core's MLP and linear layers and from what autograd saves of them: each peak
+is a sum of tensors that are alive at the same moment, and the largest such sum counts.
 """
 
 from dataclasses import dataclass
 
-from megatron_untied.planner.causes import Bytes, Cause
-from megatron_untied.planner.geometry import Geometry
-from megatron_untied.planner.weights import Unit
+from megatron_untied.phases import MemoryCategory
+from megatron_untied.planner.geometry import Bytes, Geometry
+from megatron_untied.planner.weights import output_and_mlp_unit, qkv_unit
 
 _ROTATED_AT_ONCE = 1 << 23
 """Elements that a rotation has in fp32 at a time; see ``rope.py``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """Temporaries of tiles on one rank."""
+    """Peaks of a streamed layer's token-wise parts on one rank, a tile at a time."""
 
-    geometry: Geometry
+    projection: Bytes
+    """Norm, projection and rotation of one chunk's queries."""
+    mlp_forward: Bytes
+    """Output projection, norm and MLP."""
+    mlp_backward: Bytes
+    """The MLP's backward."""
+    mlp_backward_end: Bytes
+    """The output projection's backward, when all gradients of the tile are there."""
+    qkv_backward: Bytes
+    """The backward of QKV projection and norm."""
 
-    def projecting(self) -> Bytes:
-        """One chunk's queries: the normed tile, two tiles of queries, the rows of the weight."""
-        geo = self.geometry
+    @classmethod
+    def of(cls, geometry: Geometry) -> "Tiles":
+        """Of one rank. Shapes in comments: t tokens of a tile, m, f, h, g, d of the geometry."""
+        geo, model = geometry, geometry.config.model
+        gathers = geo.num_token_parts > 1
+        hidden = geo.tile_tokens * geo.m  # [t, m], gathered over tensor-parallel ranks
+        own = hidden // geo.num_token_parts  # [t / parts, m]
+        inner = geo.tile_tokens * geo.f  # [t, f]
+        attended = geo.tile_tokens * geo.h * geo.d  # [t, h, d]
+
+        # Projection: the normed tile, two copies of the queries, the rows of the weight.
         heads = max(sum(len(turn.query_heads) for turn in chunk) for chunk in geo.schedule.chunks)
-        queries = geo.tile * heads * geo.d
-        normed = self._whole + (self._own if geo.num_token_parts > 1 else 0)
-        rotated = min(queries, _ROTATED_AT_ONCE) * 4 // geo.itemsize
-        tiles = max(normed + 2 * queries, queries + rotated)
-        return self._tiles(tiles + heads * geo.d * geo.m)
+        queries = geo.tile_tokens * heads * geo.d
+        normed = hidden + (own if gathers else 0)
+        rotated = min(queries, _ROTATED_AT_ONCE) * 4 // geo.itemsize  # fp32, counted in elements
+        projection = max(normed + 2 * queries, queries + rotated) + heads * geo.d * geo.m
 
-    def after_forward(self) -> Bytes:
-        """Output projection and MLP, when the gate and what it multiplies are there."""
-        inside = (5 if self._is_gated else 2) * self._inner
-        return self._tiles(self._attended + 2 * self._own + inside)
+        # MLP forward: the peak is where the gate and what it multiplies are there.
+        mlp_forward = attended + 2 * own + (5 if model.swiglu else 2) * inner
 
-    def after_backward(self) -> Bytes:
-        """MLP backwards: when the gate's or the first matrix' gradients are there."""
-        matrix = self.geometry.m * self.geometry.f
-        gate = (7 if self._is_gated else 3) * self._inner + self._own + matrix
-        up = (2 if self._is_gated else 1) * self._inner + self._own + self._whole
-        up += (3 if self._is_gated else 2) * matrix
-        return self._tiles(self._around + max(gate, up))
+        # MLP backward: attention's output, y and the layer's output are alive all along, and from
+        # the second tile on the gradients of the tile before.
+        outside = attended + 2 * own + (own + attended if geo.num_tiles > 1 else 0)
+        matrix = geo.m * geo.f
+        gate_gradients = (7 if model.swiglu else 3) * inner + own + matrix
+        up_gradients = (2 if model.swiglu else 1) * inner + own + hidden
+        up_gradients += (3 if model.swiglu else 2) * matrix
+        mlp_backward = outside + max(gate_gradients, up_gradients)
+        mlp_weights = output_and_mlp_unit(model, geo.num_tensor).numel
+        mlp_backward_end = outside + attended + mlp_weights
 
-    def after_backward_end(self, weights: Unit) -> Bytes:
-        """MLP and output projection backwards, when all gradients of the tile are there."""
-        return self._tiles(self._around + self._attended + weights.numel)
+        # QKV backward: q, k, v and their gradients beside all that they are made from.
+        qkv, kv = (geo.tile_tokens * heads * geo.d for heads in (geo.h + 2 * geo.g, 2 * geo.g))
+        copied = attended if 1 < geo.g < geo.h else 0  # grouped queries are made contiguous
+        # Several ranks' parts of dK and dV meet in fp32 and are converted here.
+        converted = kv if geo.schedule.shares_kv_heads and geo.itemsize < 4 else 0
+        last_tile = own if geo.num_tiles > 1 else 0
+        qkv_backward = 2 * qkv + copied + attended + converted + last_tile + 2 * own
+        qkv_backward += qkv_unit(model, geo.num_tensor).numel
+        if gathers:
+            rotary = geo.tile_tokens * geo.d * 4 // geo.itemsize
+            qkv_backward += hidden + (0 if converted else kv) + rotary
 
-    def before_backward(self, weights: Unit) -> Bytes:
-        """QKV projection and norm backwards."""
-        geo = self.geometry
-        qkv, key_value = (geo.tile * heads * geo.d for heads in (geo.h + 2 * geo.g, 2 * geo.g))
-        copied = self._attended if 1 < geo.g < geo.h else 0  # queries, to be contiguous
-        converted = key_value if geo.schedule.shares_kv_heads and geo.itemsize < 4 else 0
-        before = self._own if geo.num_tiles > 1 else 0
-        gradients = self._attended + converted
-        alive = 2 * qkv + copied + gradients + before + 2 * self._own + weights.numel
-        if geo.num_token_parts > 1:
-            rotary = geo.tile * geo.d * 4 // geo.itemsize
-            alive += self._whole + key_value * (not converted) + rotary
-        return self._tiles(alive)
-
-    @property
-    def _around(self) -> int:
-        """Attention's output, y, the layer's output; from the second tile on the last gradients."""
-        last = self._own + self._attended if self.geometry.num_tiles > 1 else 0
-        return self._attended + 2 * self._own + last
-
-    @property
-    def _is_gated(self) -> bool:
-        return self.geometry.config.model.swiglu
-
-    @property
-    def _inner(self) -> int:
-        """T x f."""
-        return self.geometry.tile * self.geometry.f
-
-    @property
-    def _whole(self) -> int:
-        """T x m."""
-        return self.geometry.tile * self.geometry.m
-
-    @property
-    def _own(self) -> int:
-        """T x m of this rank's tokens, which sequence parallelism gathers."""
-        return self._whole // self.geometry.num_token_parts
-
-    @property
-    def _attended(self) -> int:
-        """T x w."""
-        return self.geometry.tile * self.geometry.h * self.geometry.d
-
-    def _tiles(self, numel: int) -> Bytes:
-        return Bytes({Cause.TILES: numel * self.geometry.itemsize})
+        peaks = {
+            "projection": projection,
+            "mlp_forward": mlp_forward,
+            "mlp_backward": mlp_backward,
+            "mlp_backward_end": mlp_backward_end,
+            "qkv_backward": qkv_backward,
+        }
+        return cls(
+            **{
+                name: Bytes({MemoryCategory.TILES: numel * geo.itemsize})
+                for name, numel in peaks.items()
+            }
+        )
 
 
 def loss_bytes(geometry: Geometry) -> Bytes:
-    """At the highest moment of a chunk of tokens: logits, their gradient, the weight's gradient.
+    """The peak of the loss, in one chunk of tokens: logits, their gradient, the weight's gradient.
 
-    Logits are fp32 and their gradient is written over them; beside them is its narrow copy for the
-    matrix products. The final norm has its output and two gradients of a chunk.
+    Logits are fp32 and their gradient is written over them; the matrix products read a copy of it
+    in the dtype of the model.
     """
     geo = geometry
-    rows = _rows_per_chunk(geo)
+    rows, chunk = geo.residual_tokens, geo.config.memory.loss_chunk_size
+    if chunk is not None:
+        rows = min(rows, max(chunk // geo.num_token_parts, 1))
     tokens = rows * geo.num_token_parts  # gathered over tensor-parallel ranks
-    narrow = geo.itemsize if geo.itemsize < 4 else 0
-    logits = tokens * _num_columns(geo) * (4 + narrow)
-    norm = 3 * rows * geo.m * geo.itemsize
+    columns = min(geo.v, geo.config.model.vocab_size)  # the first rank has no padding
+    logits = tokens * columns * (4 + (geo.itemsize if geo.itemsize < 4 else 0))
+    norm = 3 * rows * geo.m * geo.itemsize  # the final norm's output and two gradients
     gathered = 2 * tokens * geo.m * geo.itemsize if geo.num_token_parts > 1 else 0
-    losses = geo.n * geo.b * 4
+    losses = geo.tokens * 4  # one fp32 value per token of the sequence
     return Bytes(
         {
-            Cause.LOGITS: logits + norm + gathered + losses,
-            Cause.WEIGHT_GRADIENTS: 4 * geo.v * geo.m,
+            MemoryCategory.LOGITS: logits + norm + gathered + losses,
+            MemoryCategory.WEIGHT_GRADIENTS: 4 * geo.v * geo.m,
         }
     )
-
-
-def _rows_per_chunk(geo: Geometry) -> int:
-    here = geo.n * geo.b // geo.num_token_parts
-    chunk = geo.config.memory.loss_chunk_size
-    return here if chunk is None else min(here, max(chunk // geo.num_token_parts, 1))
-
-
-def _num_columns(geo: Geometry) -> int:
-    """Of the logits on the first rank, whose rows of the vocabulary are all real."""
-    return min(geo.v, geo.config.model.vocab_size)

@@ -1,12 +1,11 @@
 """How long a step takes by a roofline: work over achieved rates, and what nothing hides.
 
 Attention and matrix products run one after the other. Exchanges hide behind attention if they
-overlap with it, copies to the host behind all of a layer, gathers of weights likewise; only what
-is left over counts. It says which setting is faster, and when a step becomes hours.
+overlap with it; copies to the host and gathers of weights hide behind all of a layer. Only what is
+left over counts. The estimate ranks settings, and shows when a step takes hours.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from megatron_untied.flops import attention_flops
 from megatron_untied.planner.geometry import Geometry
@@ -14,158 +13,146 @@ from megatron_untied.planner.machine import Machine
 from megatron_untied.planner.weights import ShardedWeights
 
 _GIGA = 1e9
-_STARTING_SECONDS = 2e-4
-"""Of a chunk: latencies of its collectives and of some twenty kernels."""
+_CHUNK_LATENCY = 2e-4
+"""Seconds per chunk: latencies of its collectives and of some twenty kernels."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of one step, by what takes them."""
+    """Seconds of one step, by cause, and of one layer's parts."""
 
-    geometry: Geometry
-    machine: Machine
+    attention: float
+    """One layer's attention kernels, forward and backward."""
+    by_cause: dict[str, float]
+    seconds: float
+    tokens_per_second_per_gpu: float
+    """As training logs it."""
 
-    def by_cause(self) -> dict[str, float]:
-        """Seconds by cause."""
-        layers = self.geometry.num_layers * self.geometry.num_micro_batches
+    @classmethod
+    def of(cls, geometry: Geometry, machine: Machine) -> "StepTime":
+        """By the rates of ``machine``'s GPUs and links."""
+        geo = geometry
+        layers = geo.num_layers * geo.num_micro_batches
+        attention, linear, loss = _compute_seconds(geo, machine)
+        exchange = _exchange_seconds(geo, machine)
+        exposed_exchange = exchange
+        if geo.schedule.overlap:  # the first chunk and the last one have nothing to hide behind
+            ends = exchange / len(geo.schedule.chunks)
+            exposed_exchange = ends + max(0.0, exchange - ends - attention)
+        host_copies, gathers = _host_copy_seconds(geo, machine), _gather_seconds(geo, machine)
         seconds = {
-            "attention": layers * self.attention,
-            "linear layers": layers * self.linear,
-            "loss": self.geometry.num_micro_batches * self.loss,
-            "exchanges, not hidden": layers * self.exchange_exposed,
-            "starting chunks": layers * self.starting_chunks,
-            "host copies, not hidden": layers * self._exposed(self.host_copies),
-            "gathers of weights, not hidden": layers * self._exposed(self.gathers),
-            "optimizer": self.optimizer,
+            "attention": layers * attention,
+            "linear layers": layers * linear,
+            "loss": geo.num_micro_batches * loss,
+            "exchanges, not hidden": layers * exposed_exchange,
+            "starting chunks": layers * _chunk_start_seconds(geo, machine),
+            "host copies, not hidden": layers * max(0.0, host_copies - attention - linear),
+            "gathers of weights, not hidden": layers * max(0.0, gathers - attention - linear),
+            "optimizer": _optimizer_seconds(geo, machine),
         }
-        return {cause: value for cause, value in seconds.items() if value}
+        by_cause = {cause: value for cause, value in seconds.items() if value}
+        total = sum(by_cause.values())
+        return cls(
+            attention=attention,
+            by_cause=by_cause,
+            seconds=total,
+            tokens_per_second_per_gpu=geo.config.batch.tokens / total / geo.world_size,
+        )
 
-    @cached_property
-    def seconds(self) -> float:
-        """Of a step."""
-        return sum(self.by_cause().values())
 
-    @property
-    def tokens_per_second_per_gpu(self) -> float:
-        """As training logs it."""
-        return self.geometry.config.batch.tokens / self.seconds / self.geometry.world_size
+def _compute_seconds(geo: Geometry, machine: Machine) -> tuple[float, float, float]:
+    """One layer's attention, one layer's matrix products, and the loss of a micro-batch."""
+    gpu, memory, model = machine.gpu, geo.config.memory, geo.config.model
+    # Without bf16 the tensor cores run in TF32 or not at all: about an eighth of the peak.
+    peak = gpu.bf16_tflops * 1e12 * (1.0 if geo.itemsize == 2 else 0.125)
+    attends_twice = memory.recompute_granularity == "full"
 
-    @cached_property
-    def attention(self) -> float:
-        """One layer's, forward and backward: 2 products forward, 5 backward."""
-        geo, gpu = self.geometry, self.machine.gpu
-        flops = attention_flops(geo.config.model, seq_length=geo.config.batch.seq_length)
-        flops *= geo.b / (geo.t * geo.p) * self._imbalance
-        forwards = 2 if self._memory.recompute_granularity == "full" else 1
-        units = forwards / gpu.attention_forward_fraction + 2.5 / gpu.attention_backward_fraction
-        return flops * units / self._peak
+    flops = attention_flops(model, seq_length=geo.config.batch.seq_length)
+    # The rank with the most heads has more than an even share, and the others wait for it.
+    imbalance = -(-geo.h // geo.num_ulysses) * geo.num_ulysses / geo.h
+    flops *= geo.b / (geo.num_tensor * geo.num_context) * imbalance
+    # In units of a forward: 2 products forward, 5 backward.
+    forwards = 2 if attends_twice else 1
+    units = forwards / gpu.attention_forward_fraction + 2.5 / gpu.attention_backward_fraction
+    attention = flops * units / peak
 
-    @cached_property
-    def linear(self) -> float:
-        """One layer's matrix products; streamed ones project, run and differentiate again."""
-        geo, memory = self.geometry, self._memory
-        qkv = geo.m * (geo.h + 2 * geo.g) * geo.d
-        others = geo.m * (geo.h * geo.d + (3 if geo.config.model.swiglu else 2) * geo.f)
-        if memory.recompute_granularity is None:
-            units = 3 * (qkv + others)
-        else:
-            rebuilt = 1 - 1 / memory.recompute_num_layers
-            attends_again = memory.recompute_granularity == "full"
-            units = qkv * (5 + attends_again) + others * (4 + rebuilt)
-        return 2 * geo.n * geo.b * units / (self._peak * self.machine.gpu.matmul_fraction)
+    qkv = geo.m * (geo.h + 2 * geo.g) * geo.d
+    others = geo.m * (geo.h * geo.d + (3 if model.swiglu else 2) * geo.f)
+    if geo.is_streamed:
+        # QKV is projected again for each backward; the MLP is recomputed under autograd, and once
+        # more in the layers of a group whose inputs are not kept.
+        recomputed = 1 - 1 / memory.recompute_num_layers
+        products = qkv * (5 + attends_twice) + others * (4 + recomputed)
+    else:
+        products = 3 * (qkv + others)
+    linear = 2 * geo.n * geo.b * products / (peak * gpu.matmul_fraction)
 
-    @property
-    def loss(self) -> float:
-        """Logits and both their gradients."""
-        geo = self.geometry
-        flops = 6 * geo.n * geo.b * geo.m * geo.v
-        return flops / (self._peak * self.machine.gpu.matmul_fraction)
+    # Logits and both of their gradients, 2 FLOPs for each of 3 products.
+    loss = 6 * geo.n * geo.b * geo.m * geo.v / (peak * gpu.matmul_fraction)
+    return attention, linear, loss
 
-    @cached_property
-    def exchange(self) -> float:
-        """One layer's exchanges, all-to-all and ring."""
-        geo = self.geometry
-        loads = sum(len(each.kv_to_load) for chunk in geo.schedule.chunks for each in chunk)
-        forwards = 2 if self._memory.recompute_granularity == "full" else 1
-        heads = forwards * (2 * geo.h + 2 * loads) + 4 * geo.h + 4 * loads
-        token_bytes = geo.n * geo.b * geo.d * geo.itemsize
-        ulysses = heads * token_bytes * (1 - 1 / geo.num_ulysses)
-        # Half of what is borrowed in forward; the same and its gradients in backward.
-        ring = (forwards + 2) * 2 * loads * token_bytes * (geo.num_ring - 1) * 0.75
-        seconds = ulysses / self._rate(geo.num_ulysses * geo.t)
-        return seconds + (ring / self._rate(geo.p * geo.t) if ring else 0.0)
 
-    @property
-    def exchange_exposed(self) -> float:
-        """What of it attention does not hide: the first and last chunk's, or all of it."""
-        if not self.geometry.schedule.overlap:
-            return self.exchange
-        ends = self.exchange / len(self.geometry.schedule.chunks)
-        return ends + max(0.0, self.exchange - ends - self.attention)
+def _exchange_seconds(geo: Geometry, machine: Machine) -> float:
+    """One layer's exchanges, all-to-all and ring."""
+    loads = sum(len(heads.kv_to_load) for chunk in geo.schedule.chunks for heads in chunk)
+    forwards = 2 if geo.config.memory.recompute_granularity == "full" else 1
+    # Forward: q, k, v there and o back. Backward: q, o, dO there and dQ back; k, v and dK, dV.
+    heads = forwards * (2 * geo.h + 2 * loads) + 4 * geo.h + 4 * loads
+    token_bytes = geo.n * geo.b * geo.d * geo.itemsize
+    ulysses = heads * token_bytes * (1 - 1 / geo.num_ulysses)
+    # A causal ring passes half of the keys and values on in forward; in backward the same and
+    # their gradients.
+    ring = (forwards + 2) * 2 * loads * token_bytes * (geo.num_ring - 1) * 0.75
+    seconds = ulysses / _link_rate(machine, geo.num_ulysses * geo.num_tensor)
+    return seconds + (ring / _link_rate(machine, geo.num_context * geo.num_tensor) if ring else 0.0)
 
-    @property
-    def starting_chunks(self) -> float:
-        """What each chunk costs again: the input is read and normalized, kernels are started."""
-        passes = 3 if self._memory.recompute_granularity == "full" else 2
-        streamed = self._memory.recompute_granularity is not None
-        traffic = 3 * self.geometry.residual_bytes * streamed
-        seconds = traffic / (self.machine.gpu.memory_gb_per_second * _GIGA) + _STARTING_SECONDS
-        return passes * len(self.geometry.schedule.chunks) * seconds
 
-    @cached_property
-    def host_copies(self) -> float:
-        """What an average layer moves in the busier direction, to the device."""
-        geo = self.geometry
-        if self._memory.recompute_granularity is None:
-            return 0.0
-        chunks = len(geo.schedule.chunks)
-        reads = (4 + chunks) * geo.residual_bytes  # each chunk is projected from the input
-        outputs = 2 * geo.output_bytes
-        on_host = self._memory.cpu_offloading_num_layers / geo.num_layers
-        moved = on_host * (reads + outputs)
-        if self._memory.park_during_attention:
-            moved = reads * (1 + chunks / (4 + chunks)) + 2 * outputs + 2 * geo.residual_bytes
-        return moved / (self.machine.gpu.pcie_gb_per_second * _GIGA)
+def _chunk_start_seconds(geo: Geometry, machine: Machine) -> float:
+    """One layer's cost of having chunks: each reads and normalizes the input, starts kernels."""
+    passes = 3 if geo.config.memory.recompute_granularity == "full" else 2
+    traffic = 3 * geo.residual_bytes * geo.is_streamed
+    seconds = traffic / (machine.gpu.memory_gb_per_second * _GIGA) + _CHUNK_LATENCY
+    return passes * len(geo.schedule.chunks) * seconds
 
-    @cached_property
-    def gathers(self) -> float:
-        """A layer's weights for forward and backward, and its gradient."""
-        weights = ShardedWeights(self.geometry)
-        if not weights.is_full:
-            return 0.0
-        numel = weights.units.layer.numel * (1 - 1 / self.geometry.num_sharding)
-        return numel * (2 * self.geometry.itemsize + 4) / self._rate(self.geometry.world_size)
 
-    @property
-    def optimizer(self) -> float:
-        """Reads and writes of weights, gradients and moments; and whole gradients' reduction."""
-        weights, geo, gpu = ShardedWeights(self.geometry), self.geometry, self.machine.gpu
-        shared = weights.is_full or geo.config.optimization.use_distributed_optimizer
-        rows = weights.units.numel / (geo.num_sharding if shared else 1)
-        rate = gpu.pcie_gb_per_second if weights.is_on_host else gpu.memory_gb_per_second
-        reduced = 0.0 if weights.is_full or geo.num_sharding == 1 else 6.0 * weights.units.numel
-        return 28 * rows / (rate * _GIGA) + reduced / self._rate(geo.world_size)
+def _host_copy_seconds(geo: Geometry, machine: Machine) -> float:
+    """An average layer's copies in the busier direction, which is to the device."""
+    if not geo.is_streamed:
+        return 0.0
+    memory, chunks = geo.config.memory, len(geo.schedule.chunks)
+    reads = (4 + chunks) * geo.residual_bytes  # each chunk is projected from the input
+    outputs = 2 * geo.output_bytes
+    on_host = memory.cpu_offloading_num_layers / geo.num_layers
+    moved = on_host * (reads + outputs)
+    if memory.park_during_attention:
+        moved = reads * (1 + chunks / (4 + chunks)) + 2 * outputs + 2 * geo.residual_bytes
+    return moved / (machine.gpu.pcie_gb_per_second * _GIGA)
 
-    @property
-    def _memory(self):
-        return self.geometry.config.memory
 
-    @property
-    def _peak(self) -> float:
-        """FLOP/s; without bf16 about an eighth of it."""
-        scale = 1.0 if self.geometry.itemsize == 2 else 0.125
-        return self.machine.gpu.bf16_tflops * 1e12 * scale
+def _gather_seconds(geo: Geometry, machine: Machine) -> float:
+    """One layer's weights for forward and for backward, and its fp32 gradient."""
+    weights = ShardedWeights(geo)
+    if not weights.is_full:
+        return 0.0
+    numel = weights.units.layer.numel * (1 - 1 / geo.num_sharding)
+    return numel * (2 * geo.itemsize + 4) / _link_rate(machine, geo.world_size)
 
-    @property
-    def _imbalance(self) -> float:
-        """By how much the rank with most heads has more than an even share."""
-        geo = self.geometry
-        return -(-geo.h // geo.num_ulysses) * geo.num_ulysses / geo.h
 
-    def _exposed(self, seconds: float) -> float:
-        return max(0.0, seconds - self.attention - self.linear)
+def _optimizer_seconds(geo: Geometry, machine: Machine) -> float:
+    """Reads and writes of weights, gradients and moments, and the reduction of whole gradients."""
+    weights, gpu = ShardedWeights(geo), machine.gpu
+    numel = weights.units.numel
+    is_sharded = weights.is_full or geo.config.optimization.use_distributed_optimizer
+    rows = numel / (geo.num_sharding if is_sharded else 1)
+    rate = gpu.pcie_gb_per_second if weights.is_on_host else gpu.memory_gb_per_second
+    # Full sharding reduces layer by layer, during backward.
+    reduced = 0.0 if weights.is_full or geo.num_sharding == 1 else 6.0 * numel
+    # 28 bytes per element: weight, both moments read and written, gradient read.
+    return 28 * rows / (rate * _GIGA) + reduced / _link_rate(machine, geo.world_size)
 
-    def _rate(self, num_ranks: int) -> float:
-        """Bytes a second to the others of a group of neighboring ranks."""
-        gpu, within = self.machine.gpu, num_ranks <= self.machine.gpus_per_node
-        return _GIGA * (gpu.nvlink_gb_per_second if within else gpu.network_gb_per_second)
+
+def _link_rate(machine: Machine, num_ranks: int) -> float:
+    """Bytes per second from one GPU to the others of a group of neighboring ranks."""
+    gpu = machine.gpu
+    is_in_node = num_ranks <= machine.gpus_per_node
+    return _GIGA * (gpu.nvlink_gb_per_second if is_in_node else gpu.network_gb_per_second)

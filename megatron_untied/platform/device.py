@@ -1,8 +1,8 @@
 """The questions whose answer differs between a GPU machine and a CPU machine."""
 
-import os
 import resource
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -75,9 +75,27 @@ def gpu_properties() -> GpuProperties | None:
     )
 
 
-def host_memory_bytes() -> int:
-    """Memory of this node's host."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def host_memory_bytes(root: Path = Path("/")) -> int:
+    """Memory that can still be had: the machine's, or what a container's limits leave of it.
+
+    Limits are those of control groups, version 2. Page cache that counts against them gives way.
+    ``root`` is where /proc and /sys are.
+    """
+    found = int(fields_of(root / "proc/meminfo")["MemAvailable:"]) * 1024
+    group = Path((root / "proc/self/cgroup").read_text().rpartition("0::/")[-1].strip())
+    for folder in (root / "sys/fs/cgroup" / part for part in (group, *group.parents)):
+        limit = folder / "memory.max"
+        if limit.is_file() and limit.read_text().strip() != "max":
+            used = int((folder / "memory.current").read_text())
+            cached = int(fields_of(folder / "memory.stat")["inactive_file"])
+            found = min(found, int(limit.read_text()) - used + cached)
+    return found
+
+
+def fields_of(file: Path) -> dict[str, str]:
+    """First and second word of each line that has them, as files of /proc have."""
+    words = (line.split() for line in file.read_text().splitlines())
+    return {line[0]: line[1] for line in words if len(line) > 1}
 
 
 def synchronize() -> None:

@@ -1,1 +1,1 @@
-"""What a training step takes of one rank, counted by running it on tensors without memory."""
+"""A training step of one rank, counted by running it on tensors without memory."""

@@ -1,4 +1,9 @@
-"""What megatron-core does that ranks without numbers and without each other cannot."""
+"""Replacements for what a traced step cannot run: collectives, random numbers, host norms.
+
+A traced rank has no peers and its tensors have no values. Here are the patches of megatron-core and
+of torch's FSDP2 that a trace needs, the optimizer's step without a norm, and, for steps on real
+tensors, collectives that keep no memory alive.
+"""
 
 import contextlib
 import ctypes
@@ -20,21 +25,29 @@ from megatron_untied.phases import MemoryCategory, allocating
 from megatron_untied.sharding.interface import Sharding
 from megatron_untied.sharding.zero1 import MegatronSharding
 
+_FSDP_CATEGORIES = {
+    "unshard": MemoryCategory.GATHERED,
+    "wait_for_unshard": MemoryCategory.GATHERED,
+    "post_backward": MemoryCategory.WEIGHT_GRADIENTS,
+}
+"""By method of FSDP2's parameter group: what it allocates for."""
+
+
+def _gather_own_object(objects: list[Any], mine: Any, group: Any = None) -> None:
+    """``all_gather_object`` where every rank has the same as this one."""
+    objects[:] = [mine] * len(objects)
+
 
 @contextlib.contextmanager
-def ranks_like_this_one() -> Iterator[None]:
-    """Others are asked for objects (parameter groups): every one has what this rank has.
+def equal_ranks() -> Iterator[None]:
+    """Answers for peers: gathered objects (parameter groups) are those of this rank.
 
-    megatron-core's generators of random numbers are replaced by its own ones that draw nothing,
-    and its coalesced collectives by single ones.
+    megatron-core's random number generators are replaced by its own that draw nothing, and its
+    coalesced collectives by single ones.
     """
-
-    def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
-        objects[:] = [mine] * len(objects)
-
     model_parallel_cuda_manual_seed(0, inference_rng_tracker=True, force_reset_rng=True)
     with (
-        patch.object(dist, "all_gather_object", all_gather_object),
+        patch.object(dist, "all_gather_object", _gather_own_object),
         patch.object(
             param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext()
         ),
@@ -46,49 +59,51 @@ def ranks_like_this_one() -> Iterator[None]:
 def fsdp_categories() -> Iterator[None]:
     """Attributes what torch's FSDP2 allocates: gathered weights, and gradients being reduced."""
     with contextlib.ExitStack() as patches:
-        for name, category in (
-            ("unshard", MemoryCategory.GATHERED),
-            ("wait_for_unshard", MemoryCategory.GATHERED),
-            ("post_backward", MemoryCategory.WEIGHT_GRADIENTS),
-        ):
-            method = _attributed(getattr(FSDPParamGroup, name), category)
+        for name, category in _FSDP_CATEGORIES.items():
+            original = getattr(FSDPParamGroup, name)
+            # A partialmethod passes self on, as a plain partial would not.
+            method = functools.partialmethod(_call_in_category, original, category)
             patches.enter_context(patch.object(FSDPParamGroup, name, method))
         yield
 
 
-def _attributed(method: Callable[..., Any], category: MemoryCategory) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with allocating(category):
-            return method(*args, **kwargs)
+def _call_in_category(
+    group: FSDPParamGroup,
+    method: Callable[..., Any],
+    category: MemoryCategory,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    with allocating(category):
+        return method(group, *args, **kwargs)
 
-    return call
 
-
-def update(sharding: Sharding) -> None:
+def optimizer_step(sharding: Sharding) -> None:
     """The optimizer's step; megatron-core's without the norm, which it takes to the host."""
     if not isinstance(sharding, MegatronSharding):
         sharding.step()
         return
     for group in sharding.param_groups:
-        group["fused"] = True  # as transformer-engine's and apex', which it has on GPUs
+        group["fused"] = True  # as transformer-engine's and apex', which it uses on GPUs
     sharding.finish_gradients()
     sharding.optimizer.prepare_grads()
     sharding.optimizer.step_with_ready_grads()
 
 
-def call_lending(func: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """``func(*args, **kwargs)``; if it is a collective, on :func:`lent` tensors.
+def call_with_borrowed_memory(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """``func(*args, **kwargs)``; collectives get tensors that :func:`borrow` the memory.
 
-    The caller keeps the tensors until it has waited, as it has to for any collective.
+    A collective's work holds its tensors until a thread of gloo drops it, at any later time, so
+    the count of bytes alive would depend on that thread. The caller keeps the memory until it has
+    waited, as it must for any collective.
     """
     if func.namespace == "c10d":
-        args, kwargs = tree_map_only(Tensor, lent, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, borrow, (args, kwargs))
     return func(*args, **kwargs)
 
 
-def lent(x: Tensor) -> Tensor:
-    """The same values in the same memory of the CPU, which ends with ``x`` and not with this."""
+def borrow(x: Tensor) -> Tensor:
+    """A tensor with the values, shape and CPU memory of ``x`` that does not keep the memory."""
     storage = x.untyped_storage()
     if not storage.nbytes():
         return x

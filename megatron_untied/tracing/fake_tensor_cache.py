@@ -1,8 +1,8 @@
-"""Fake tensors made faster: a step of a long sequence is millions of operations on equal tiles.
+"""A cache that makes fake tensors faster: a long step is millions of operations on equal tiles.
 
-FakeTensorMode takes a tenth of a millisecond for an operation. Here a view or a write in place,
-which allocate nothing, pass it by, and about any other operation it is asked once: for arguments of
-the same sizes, strides and dtypes the results are the same again.
+FakeTensorMode takes 0.1 ms per operation. Here views and writes in place, which allocate nothing,
+bypass it, and of any other operation it is asked once per combination of arguments: equal sizes,
+strides and dtypes give equal results.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -18,19 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """All that there is to a fake tensor with memory of its own."""
+    """Everything that defines a fake tensor with a storage of its own."""
 
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
-    @classmethod
-    def of(cls, x: FakeTensor) -> "_Layout":
-        return cls(x.shape, x.stride(), x.dtype, x.fake_device)
 
-
-class FastFakes:
+class FakeTensorCache:
     """Calls operations under a FakeTensorMode that is active."""
 
     def __init__(self, mode: FakeTensorMode):
@@ -38,7 +34,7 @@ class FastFakes:
         self._results: dict[Hashable, list[_Layout | None] | None] = {}
         """By operation and arguments; None where results alias an argument."""
         self._attributes: dict[torch.device, dict[str, Any]] = {}
-        self._metas = _Metas(mode)
+        self._meta_tensors = _MetaTensors(mode)
 
     def __call__(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         """What ``func(*args, **kwargs)`` returns under the mode."""
@@ -46,7 +42,7 @@ class FastFakes:
         if type(first) is not FakeTensor:
             return func(*args, **kwargs)
         kind = _kind(func)
-        if kind == "device":  # more than half of all calls: autograd asks it of every view
+        if kind == "device":  # more than half of all calls: autograd asks for it at every view
             return first._fake_device
         if kind == "in place":
             return first
@@ -59,12 +55,13 @@ class FastFakes:
         return func(*args, **kwargs)
 
     def _view(self, func: OpOverload, args: tuple, kwargs: dict) -> FakeTensor | list[FakeTensor]:
-        with self._metas:
+        """Runs ``func`` on the meta tensors alone, so that the result shares their storage."""
+        with self._meta_tensors:
             result = func(*args, **kwargs)
         device = args[0]._fake_device
         if isinstance(result, Tensor):
             return self._fake(result, device)
-        return [self._fake(each, device) for each in result]
+        return [self._fake(view, device) for view in result]
 
     def _function(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         key = func, _key(args), _key(kwargs.items())
@@ -75,15 +72,17 @@ class FastFakes:
         layouts = self._results[key]
         if layouts is None:
             return self._view(func, args, kwargs)
-        results = tuple(layout and self._empty(layout) for layout in layouts)
-        return results if len(func._schema.returns) > 1 else results[0]
-
-    def _empty(self, layout: _Layout) -> FakeTensor:
-        with self._metas:
-            meta = torch.empty_strided(
-                layout.size, layout.stride, dtype=layout.dtype, device="meta"
-            )
-        return self._fake(meta, layout.device)
+        results: list[FakeTensor | None] = []
+        for layout in layouts:
+            if layout is None:
+                results.append(None)
+                continue
+            with self._meta_tensors:
+                meta = torch.empty_strided(
+                    layout.size, layout.stride, dtype=layout.dtype, device="meta"
+                )
+            results.append(self._fake(meta, layout.device))
+        return tuple(results) if len(func._schema.returns) > 1 else results[0]
 
     def _fake(self, meta: Tensor, device: torch.device) -> FakeTensor:
         """``FakeTensor(mode, meta, device)`` in a third of the time."""
@@ -91,6 +90,7 @@ class FastFakes:
             fake = FakeTensor(self._mode, meta, device)
             self._attributes[device] = dict(fake.__dict__)
             return fake
+        # The constructor checks its arguments and sets the same attributes one by one.
         fake = Tensor._make_subclass(
             FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
         )
@@ -98,7 +98,7 @@ class FastFakes:
         return fake
 
 
-class _Metas:
+class _MetaTensors:
     """While entered, fake tensors are the meta tensors that they are made of.
 
     torch's ``in_kernel_invocation_manager``, which as a generator takes longer than an operation.
@@ -116,7 +116,7 @@ class _Metas:
 
     def __exit__(self, *exception: object) -> None:
         self._mode.in_kernel_invocation = False
-        for guard in reversed(self._guards):
+        for guard in reversed(self._guards):  # they restore thread-local state as a stack
             guard.__exit__(*exception)
 
 
@@ -137,44 +137,52 @@ def _kind(func: OpOverload) -> Kind | None:
         return "device"
     if func.namespace not in ("aten", "megatron_untied") or func in _CHANGE_SIZE:
         return None
+    # Results that depend on values or that change the metadata of an argument cannot be cached.
     if _SPECIAL_TAGS & set(func.tags):
         return None
     schema = func._schema
-    returned = [each.alias_info for each in schema.returns]
+    returned = [value.alias_info for value in schema.returns]
     first = schema.arguments[0].alias_info
     if not schema.is_mutable:
         if any(info is not None for info in returned):
             return "view" if first is not None else None
         return "function" if returned else None
+    # An out= argument is not the first one: such a write is left to FakeTensorMode.
     if first is None or not first.is_write:
         return None
     return "in place" if len(returned) == 1 else "nothing" if not returned else None
 
 
 def may_allocate(func: OpOverload) -> bool:
-    """Whether a tensor that ``func`` returns may have other memory than its arguments had."""
+    """Whether a tensor that ``func`` returns may have other memory than its arguments."""
     if func.namespace == "c10d":  # a collective writes to tensors that it is given
         return False
     return _kind(func) in (None, "function")
 
 
 def _key(values: Iterable[Any]) -> tuple[Hashable, ...]:
-    return tuple(_key_of(value) for value in values)
-
-
-def _key_of(value: Any) -> Hashable:
-    if isinstance(value, FakeTensor):
-        return value.shape, value.stride(), value.dtype, value.fake_device
-    if isinstance(value, (list, tuple)):
-        return _key(value)
-    return type(value), value
+    """A hashable description of arguments, in which tensors stand for their layout."""
+    key: list[Hashable] = []
+    for value in values:
+        if isinstance(value, FakeTensor):
+            key.append((value.shape, value.stride(), value.dtype, value.fake_device))
+        elif isinstance(value, (list, tuple)):
+            key.append(_key(value))
+        else:
+            key.append((type(value), value))  # 1, 1.0 and True are equal but not the same
+    return tuple(key)
 
 
 def _layouts(results: Any, args: Sequence[Any]) -> list[_Layout | None] | None:
-    """Those of ``results``; None if they alias an argument."""
+    """The layouts of ``results``; None if any of them aliases an argument."""
     results = results if isinstance(results, (list, tuple)) else [results]
     storages = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
-    made = [x for x in results if isinstance(x, FakeTensor)]
-    if any(x.untyped_storage()._cdata in storages for x in made):
-        return None
-    return [_Layout.of(x) if isinstance(x, FakeTensor) else None for x in results]
+    layouts: list[_Layout | None] = []
+    for x in results:
+        if not isinstance(x, FakeTensor):
+            layouts.append(None)
+            continue
+        if x.untyped_storage()._cdata in storages:  # such as ``to`` without a conversion
+            return None
+        layouts.append(_Layout(x.shape, x.stride(), x.dtype, x.fake_device))
+    return layouts

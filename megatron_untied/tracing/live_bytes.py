@@ -1,11 +1,11 @@
 """Counts the bytes of tensors alive, over real and fake tensors alike.
 
-A storage counts from the operation that made it until nothing holds it any more, at the size it
-has: where ``resize_`` of a storage gives memory back (FSDP2, parking), that counts. What a kernel
-allocates for itself is not seen, nor what an allocator adds to a request.
+A storage counts from the operation that made it until its last reference is gone, at its current
+size: where ``resize_`` of a storage frees memory (FSDP2, parking), the count follows. Not counted
+are what a kernel allocates for itself and what an allocator adds to a request.
 
-Under any such mode autograd sums gradients that meet out of place, where otherwise it may add in
-place. In a streamed layer that is the size of a tile.
+Under any dispatch mode autograd sums gradients that meet out of place, where otherwise it may add
+in place. In a streamed layer that is the size of a tile.
 """
 
 import contextlib
@@ -32,17 +32,18 @@ from megatron_untied.tracing.fake_tensor_cache import may_allocate
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """A moment when many bytes were alive."""
+    """The moment of a phase when the most bytes were alive."""
 
     num_bytes: int = 0
     by_cause: dict[str, int] = field(default_factory=dict)
     """Bytes by what was stated with :func:`.phases.allocating` where they were allocated, most
-    first; what was not is named by its phase."""
+    first; bytes without a statement are named by their phase."""
 
 
 @dataclass(slots=True)
 class _Alive:
     reference: weakref.ref
+    """Its callback ends the count, so it must live as long as the storage."""
     num_bytes: int
     cause: str
 
@@ -50,8 +51,8 @@ class _Alive:
 class LiveBytes(AllocationObserver):
     """While entered, counts the device memory of what operations make. Enter it once.
 
-    Tensors on "meta" are host memory (see ``HostArena.for_tracing``), and so are those that
-    :meth:`move_to_host` was told of; everything else is the device's.
+    Tensors on "meta" are host memory (see ``HostArena.for_tracing``), and so are those given to
+    :meth:`move_to_host`; everything else is the device's.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class LiveBytes(AllocationObserver):
     ) -> None:
         """``progress`` is where the step states its phases.
 
-        ``call`` runs an operation; see :class:`.fast_fakes.FastFakes`.
+        ``call(func, args, kwargs)`` runs an operation, such as a :class:`.FakeTensorCache`.
         """
         super().__init__()
         self._progress = progress
@@ -71,21 +72,22 @@ class LiveBytes(AllocationObserver):
         self.host_bytes = 0
         """Of tensors that were moved to the host."""
         self.peaks: dict[str, Peak] = {}
-        """The highest moment of each phase; see :class:`.phases.Phase`."""
+        """By phase; see :class:`.phases.Phase`."""
         self.timeline: list[tuple[str, int]] = []
-        """Phase after phase, as they came: its name and its highest moment."""
+        """The phases in the order of the step, one as often as it occurs: its name and peak."""
         self._by_cause: Counter[str] = Counter()
         self._alive: dict[int, _Alive] = {}
+        """By address of the storage, which is unique as long as the storage lives."""
         self._is_paused = False
         self._patches = contextlib.ExitStack()
 
     @property
     def peak_phase(self) -> str:
-        """The phase with the highest of all moments."""
+        """The phase with the highest peak."""
         return max(self.peaks, key=lambda name: self.peaks[name].num_bytes)
 
     def move_to_host(self, tensor: Tensor) -> None:
-        """Take a tensor's memory, from now on, for the host's."""
+        """Count a tensor's memory as the host's from now on."""
         storage = tensor.untyped_storage()
         alive = self._alive.get(storage._cdata) or self._track(storage)
         self.host_bytes += alive.num_bytes
@@ -96,14 +98,32 @@ class LiveBytes(AllocationObserver):
         return False  # nothing here is compiled, and the guard would cost as much as an operation
 
     def __enter__(self) -> "LiveBytes":
-        # FSDP2 and parking free memory by resizing storages, which no dispatcher sees.
-        resize, shapes_of = torch.UntypedStorage.resize_, "_propagate_tensor_meta_non_cached"
-        uncounted = self._uncounted(getattr(ShardingPropagator, shapes_of))
-        for owner, name, method in (
-            (torch.UntypedStorage, "resize_", self._counted_resize(resize)),
-            # DTensor computes shapes with fake tensors of its own, which stand for no memory.
-            (ShardingPropagator, shapes_of, uncounted),
-        ):
+        # FSDP2 and parking free memory by resizing storages, which bypasses the dispatcher.
+        original_resize = torch.UntypedStorage.resize_
+        # DTensor computes shapes with fake tensors of its own, which stand for no memory.
+        shapes_of = "_propagate_tensor_meta_non_cached"
+        original_shapes = getattr(ShardingPropagator, shapes_of)
+
+        def counted_resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            result = original_resize(storage, num_bytes)
+            alive = self._alive.get(storage._cdata)
+            if alive is not None:
+                self._change(alive, num_bytes)
+            return result
+
+        @functools.wraps(original_shapes)
+        def uncounted_shapes(*args: Any) -> Any:
+            outer, self._is_paused = self._is_paused, True
+            try:
+                return original_shapes(*args)
+            finally:
+                self._is_paused = outer
+
+        patches = (
+            (torch.UntypedStorage, "resize_", counted_resize),
+            (ShardingPropagator, shapes_of, uncounted_shapes),
+        )
+        for owner, name, method in patches:
             self._patches.enter_context(patch.object(owner, name, method))
         return super().__enter__()
 
@@ -112,75 +132,49 @@ class LiveBytes(AllocationObserver):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for each in types:
-            if each is not FakeTensor and is_traceable_wrapper_subclass_type(each):
+        for tensor_class in types:
+            is_wrapper = is_traceable_wrapper_subclass_type(tensor_class)
+            if is_wrapper and tensor_class is not FakeTensor:
                 return NotImplemented  # a DTensor: it comes back with its local tensor
         result = self._call(func, args, kwargs or {})
-        if not self._is_paused and may_allocate(func):
-            for tensor in tree_iter(result):
-                if isinstance(tensor, Tensor) and _is_on_device(tensor):
-                    self._see(tensor.untyped_storage())
+        if self._is_paused or not may_allocate(func):
+            return result
+        for tensor in tree_iter(result):
+            if not isinstance(tensor, Tensor):
+                continue
+            device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+            if device.type == "meta":
+                continue
+            storage = tensor.untyped_storage()
+            alive = self._alive.get(storage._cdata)
+            if alive is None:
+                self._track(storage)
+            elif alive.num_bytes:  # 0: on the host, or freed by a resize
+                self._change(alive, storage.nbytes())
         return result
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        alive = self._alive.get(storage._cdata)
-        if alive is None:
-            self._track(storage)
-        elif alive.num_bytes:  # 0: the host's, or given back
-            self._change(alive, storage.nbytes())
-
     def _track(self, storage: torch.UntypedStorage) -> _Alive:
-        key, cause = (
-            storage._cdata,
-            self.category or f"other, made in {self._progress.current_phase}",
-        )
-        reference = weakref.ref(storage, lambda _: self._forget(key))
+        """Count ``storage`` until its last reference is gone."""
+        key, cause = storage._cdata, self.category
+        cause = cause or f"other, made in {self._progress.current_phase}"
+        reference = weakref.ref(storage, lambda _: self._change(self._alive.pop(key), 0))
         self._alive[key] = alive = _Alive(reference, 0, cause)
         self._change(alive, storage.nbytes())
         return alive
 
-    def _forget(self, key: int) -> None:
-        self._change(self._alive.pop(key), 0)
-
     def _change(self, alive: _Alive, num_bytes: int) -> None:
-        grown = num_bytes - alive.num_bytes
+        """Set the size of one storage, and note a new peak of the phase."""
+        growth = num_bytes - alive.num_bytes
         alive.num_bytes = num_bytes
-        self.num_bytes += grown
-        self._by_cause[alive.cause] += grown
-        if grown > 0:
-            self._note_peak(self._progress.current_phase)
-
-    def _note_peak(self, name: str) -> None:
+        self.num_bytes += growth
+        self._by_cause[alive.cause] += growth
+        if growth <= 0:
+            return
+        name = self._progress.current_phase
         if not self.timeline or self.timeline[-1][0] != name:
             self.timeline.append((name, self.num_bytes))
         elif self.num_bytes > self.timeline[-1][1]:
             self.timeline[-1] = name, self.num_bytes
         if name not in self.peaks or self.num_bytes > self.peaks[name].num_bytes:
-            by_cause = {each: size for each, size in self._by_cause.most_common() if size}
+            by_cause = {cause: size for cause, size in self._by_cause.most_common() if size}
             self.peaks[name] = Peak(self.num_bytes, by_cause)
-
-    def _uncounted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*args: Any) -> Any:
-            outer, self._is_paused = self._is_paused, True
-            try:
-                return method(*args)
-            finally:
-                self._is_paused = outer
-
-        return call
-
-    def _counted_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        def resize_(storage: torch.UntypedStorage, num_bytes: int):
-            result = resize(storage, num_bytes)
-            alive = self._alive.get(storage._cdata)
-            if alive is not None:
-                self._change(alive, num_bytes)
-            return result
-
-        return resize_
-
-
-def _is_on_device(tensor: Tensor) -> bool:
-    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-    return device.type != "meta"

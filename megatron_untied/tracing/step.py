@@ -1,4 +1,8 @@
-"""One training step of one rank on tensors that have no memory, and what it would take."""
+"""One training step of one rank, run on tensors without memory, and what it allocates.
+
+Everything of the step is the real code: model, loss, sharding and optimizer. Attention kernels and
+collectives are fakes that only allocate what the real ones do.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,12 +25,12 @@ from megatron_untied.sharding.shards import Shard
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.tracing.fake_collectives import (
-    call_lending,
+    call_with_borrowed_memory,
+    equal_ranks,
     fsdp_categories,
-    ranks_like_this_one,
-    update,
+    optimizer_step,
 )
-from megatron_untied.tracing.fake_tensor_cache import FastFakes
+from megatron_untied.tracing.fake_tensor_cache import FakeTensorCache
 from megatron_untied.tracing.live_bytes import LiveBytes, Peak
 from megatron_untied.training.initialize import make_groups
 from megatron_untied.training.state import TrainState, build_train_state
@@ -35,43 +39,46 @@ from megatron_untied.training.step import Batch, forward_backward
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTrace:
-    """What a step takes of one rank. Bytes are of tensors; see :mod:`.live_bytes`."""
+    """What a step takes per rank. Bytes are those of tensors; see :mod:`.live_bytes`."""
 
     peak_by_phase: dict[str, Peak]
     """By :class:`.phases.Phase`."""
     peak_phase: str
     timeline: list[tuple[str, int]]
-    """Phase after phase, as they came: its name and its highest moment."""
+    """The phases in the order of the step, one as often as it occurs: its name and peak."""
     model_state_bytes: int
     """Alive on the device between steps."""
     host_bytes: int
-    """Of what layers keep there, and of what the optimizer does."""
+    """Of the host arena of layers, and of an optimizer on the host."""
     attention_forward_calls_per_layer: float
-    """How often a layer's attention is computed in a forward and backward: 1 if it is kept."""
+    """Forward kernels of a layer's attention in a step over those in its forward: 1 if kept."""
     attention_flops: int
     """Of the kernels of all layers, forward and backward; a multiply and an add are two."""
     exchange_bytes_per_layer: int
-    """What attention sends in a forward and backward, to other ranks and to this one itself."""
+    """Bytes that attention sends in a forward and backward, those to this rank included."""
 
     @property
     def peak(self) -> Peak:
-        """The highest moment of the step."""
+        """The highest peak of the step."""
         return self.peak_by_phase[self.peak_phase]
 
 
 class StepTracer:
-    """One step of a rank's share of a run, on fake tensors, and what counts in it."""
+    """One step of a rank's share of a run, on fake or on real tensors, with its counters."""
 
     def __init__(self, config: RunConfig, *, fake: bool = True):
-        """``fake`` False: with real tensors, to check what a trace says."""
+        """``fake=False``: on real tensors, to check the numbers of a trace."""
         self.config, self.kernel = config, TracedFlashAttention3()
         self.progress = StepProgress()
         self.calls_in_forward = 0
         if fake:
             self.mode, self.arena = FakeTensorMode(), HostArena.for_tracing()
-            self.live = LiveBytes(self.progress, FastFakes(self.mode))
+            self.live = LiveBytes(self.progress, FakeTensorCache(self.mode))
         else:
-            self.mode, self.live = contextlib.nullcontext(), LiveBytes(self.progress, call_lending)
+            self.mode, self.live = (
+                contextlib.nullcontext(),
+                LiveBytes(self.progress, call_with_borrowed_memory),
+            )
             self.arena = HostArena.for_device(current_device())
 
     def run(self, groups: ProcessGroupCollection) -> StepTrace:
@@ -85,7 +92,7 @@ class StepTracer:
                 shards = list(train_state.checkpoint_state.shards.shards(with_moments=True))
             if self.config.optimization.optimizer_cpu_offload:
                 self._keep_on_host(train_state, shards)
-            del shards
+            del shards  # they hold views, which would keep memory alive
             model_state_bytes = self.live.num_bytes
             with allocating(MemoryCategory.INPUTS):
                 batches = _batches(self.config, groups)
@@ -93,7 +100,7 @@ class StepTracer:
             tokens = self.config.batch.tokens
             forward_backward(train_state, batches, tokens, self._forward_step)
             with self.progress.phase(Phase.OPTIMIZER):
-                update(train_state.sharding)
+                optimizer_step(train_state.sharding)
         return self._result(train_state.model, model_state_bytes)
 
     def _build_model(
@@ -111,7 +118,7 @@ class StepTracer:
         )
 
     def _keep_on_host(self, train_state: TrainState, shards: list[Shard]) -> None:
-        """Rows, moments and gradients are where the optimizer is: in a trace both are the CPU."""
+        """Count weights' rows, moments and gradients as the host's: in a trace both are the CPU."""
         for shard in shards:
             for tensor in (shard.value, *shard.moments.values()):
                 self.live.move_to_host(tensor)
@@ -145,9 +152,8 @@ class StepTracer:
 def trace_step(config: RunConfig, *, world_size: int, rank: int = 0) -> StepTrace:
     """Run the step that ``config`` describes as ``rank`` of ``world_size``, without memory.
 
-    Everything of it is real but kernels and collectives, which only allocate. Makes and destroys
-    the process groups of this process, and one process can trace once: megatron-core keeps some
-    tensors in module state.
+    Makes and destroys the process groups of this process. Trace once per process: megatron-core
+    keeps some tensors in module state, and a second trace would miss their allocation.
     """
     with _fake_groups(config, world_size, rank) as groups:
         return StepTracer(config).run(groups)
@@ -155,11 +161,11 @@ def trace_step(config: RunConfig, *, world_size: int, rank: int = 0) -> StepTrac
 
 @contextlib.contextmanager
 def _fake_groups(config: RunConfig, world_size: int, rank: int) -> Iterator[ProcessGroupCollection]:
-    """The groups of a rank whose collectives return at once, having done nothing."""
+    """The groups of a rank whose collectives do nothing and return at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         groups = make_groups(config.parallel, config.distributed)
-        with ranks_like_this_one():
+        with equal_ranks():
             yield groups
     finally:
         parallel_state.destroy_model_parallel()
@@ -181,7 +187,7 @@ def _batches(config: RunConfig, groups: ProcessGroupCollection) -> list[Batch]:
 
 
 def _sent_bytes(model: nn.Module) -> int:
-    """Of all layers' exchanges, and of the ring that they share."""
+    """Bytes of all layers' exchanges, and of the ring that they share."""
     attention = [module for module in model.modules() if hasattr(module, "ulysses")]
     ring = attention[0].context.ring
     sent = sum(module.ulysses.exchange.counter.sent_bytes for module in attention)

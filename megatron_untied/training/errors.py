@@ -54,10 +54,15 @@ def tell_once(message: str, launch: Launch) -> None:
             store.set(f"told by {launch.rank}", "")
         _wait_until(lambda: store.check([f"told by {ranks[0]}"]))
         told.append(True)
-        # A launcher ends the others when the first rank exits, and rank 0 may host the store.
+        # A launcher ends the others when the first rank exits.
         store.add("leaving", 1)
         erring = len(_erring(store, launch.world_size))
         _wait_until(lambda: store.add("leaving", 0) >= erring)
+        # Rank 0 may host the store: without it the others would end with torch's stack traces.
+        if launch.rank:
+            store.add("left", 1)
+        else:
+            _wait_until(lambda: store.add("left", 0) >= erring - 1)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from megatron_untied.config import ParallelConfig
 from megatron_untied.config.run import DistributedConfig, RunConfig
 from megatron_untied.platform import device
 
+LARGEST_PORT = 65535
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
@@ -26,15 +28,32 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """What torchrun said; a process started by hand is the only one."""
+    """What torchrun said; a process started by hand is the only one.
+
+    Raises:
+        UserError: a variable is missing, as where a scheduler sets RANK for a whole node, or has a
+            value that cannot be.
+    """
     environment = os.environ  # noqa: TID251 - torchrun tells a process its rank in no other way
     if "RANK" not in environment:
         return Launch()
-    return Launch(
-        rank=int(environment["RANK"]),
-        world_size=int(environment["WORLD_SIZE"]),
-        local_rank=int(environment["LOCAL_RANK"]),
-    )
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+    if environment.get("WORLD_SIZE") != "1":
+        names += ["MASTER_ADDR", "MASTER_PORT"]
+    told = {name: environment.get(name, "") for name in names}
+    try:
+        rank, world_size, local_rank = (int(told[name]) for name in names[:3])
+        possible = 0 <= rank < world_size and 0 <= local_rank and all(told.values())
+        possible = possible and 0 <= int(told.get("MASTER_PORT", 0)) <= LARGEST_PORT
+    except ValueError:
+        possible = False
+    if not possible:
+        said = ", ".join(f"{name} {value or 'not set'}" for name, value in told.items())
+        raise UserError(
+            f"error: the environment gives this process no rank: {said}. Start ranks with "
+            "torchrun, which sets these; for a single rank without it, unset RANK"
+        )
+    return Launch(rank=rank, world_size=world_size, local_rank=local_rank)
 
 
 def initialize(

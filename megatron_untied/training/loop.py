@@ -124,7 +124,7 @@ def pretrain(
             report.say(describe(planned))
         report.say(f"{train_state.describe()} | {done}")
         if (
-            shortfall := Disk(config, launch.world_size, progress.iteration).shortfall()
+            shortfall := Disk.of(config, launch.world_size, progress.iteration).shortfall()
         ) is not None:
             report.say(shortfall)
         if config.loop.skip_train:

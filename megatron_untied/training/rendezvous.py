@@ -23,8 +23,9 @@ from megatron_untied.training.liveness import listed_ranks
 LATECOMERS = timedelta(minutes=10)
 """Nodes may start their ranks minutes apart."""
 
-OF_A_RANK_ALONE = ("logging.", "data.num_workers")
-"""What may differ: rank 0 alone writes logs, and a node prepares samples with the cores it has."""
+OF_A_RANK_ALONE = ("logging.", "data.num_workers", "data.data_cache_path")
+"""What may differ: rank 0 alone writes logs, and a node prepares samples with the cores it has and
+keeps their indices where it can."""
 
 DERIVED = (
     "model.max_position_embeddings",
@@ -172,7 +173,7 @@ def _message(first: Fields, reports: dict[int, Fields], world_size: int) -> str:
         parts.append(f"{flag_of(name)} is {values}")
     return (
         f"ranks were started with different flags: {'; '.join(parts)}. Start all of them with the "
-        "same; only logging flags and --num-workers may differ"
+        "same; only logging flags, --num-workers and --data-cache-path may differ"
     )
 
 

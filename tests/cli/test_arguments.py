@@ -9,7 +9,7 @@ from megatron_untied.checkpoint.run_config import write_run_config
 from megatron_untied.cli.arguments import defaults, parse_arguments, parse_flags, parser
 from megatron_untied.cli.derived import rotary_config
 from megatron_untied.cli.flags import FLAGS, NOT_YET
-from megatron_untied.cli.planner_flags import parse_question
+from megatron_untied.cli.planner_flags import parse_plan_request
 from megatron_untied.config import RotaryConfig
 from tests.small_run import MODEL
 from tests.training.command_line import command_line, tiny_config
@@ -375,7 +375,7 @@ def test_rejects_two_sources_of_the_schedule(flag, message):
         parse_arguments([*argv, flag], world_size=1)
 
 
-@pytest.mark.parametrize("parse", [parse_arguments, parse_question])
+@pytest.mark.parametrize("parse", [parse_arguments, parse_plan_request])
 def test_rejects_another_architecture_than_the_checkpoints(tmp_path, parse):
     """In training and in planning alike."""
     disk.start(tmp_path, 0)

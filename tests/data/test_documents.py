@@ -159,9 +159,9 @@ def test_what_is_left_of_a_damaged_file_is_a_problem(tmp_path, ending, compress)
     *good, (number, problem) = read_bytes(tmp_path, data[: len(data) // 2], "a.jsonl" + ending)
     assert len(good) > 10_000
     assert number == len(good) + 1
-    assert problem.startswith("compressed data is damaged or cut short")
+    assert problem.startswith("the data is damaged or cut short")
     ((_, problem),) = read_bytes(tmp_path, GOOD, "b.jsonl" + ending)
-    assert problem.startswith("compressed data is damaged or cut short")
+    assert problem.startswith("the data is damaged or cut short")
 
 
 def write_parquet(path, **columns):

@@ -71,10 +71,11 @@ class Torchrun:
 
 def torchrun_command(stdout: str) -> Torchrun:
     """What a launcher says that it starts."""
-    (line,) = (line for line in stdout.splitlines() if line.startswith("torchrun "))
+    start = f"python {ROOT / 'tools/torchrun.py'} "
+    (line,) = (line for line in stdout.splitlines() if line.startswith(start))
     words = shlex.split(line)
     script = words.index(str(ROOT / "pretrain_gpt.py"))
-    return Torchrun(words[1:script], words[script], words[script + 1 :])
+    return Torchrun(words[2:script], words[script], words[script + 1 :])
 
 
 def fake_program(folder: Path, name: str, body: str) -> str:

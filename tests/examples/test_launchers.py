@@ -164,3 +164,13 @@ def test_nothing_starts_on_a_node_without_gpus(tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("error: this node has 0 GPUs, and 8 are needed; ")
     assert re.search(r"GiB of host memory +needed +1,7\d\d", done.stdout)
+
+
+def test_the_plan_is_for_the_gpu_and_the_memory_that_the_variables_name(tmp_path):
+    path = fake_program(tmp_path, "python", 'echo "PLANNED $*"')
+    command = ["bash", EXAMPLES / LAUNCHERS[0], "--dry-run"]
+    usual = run(*command, PATH=path).stdout
+    assert "--gpu h100-80" in usual
+    assert "--gpu-memory-gib" not in usual
+    told = run(*command, PATH=path, GPU="h200", GPU_MEMORY_GIB="140", HOST_MEMORY_GIB="900").stdout
+    assert "--gpu h200 --gpu-memory-gib 140 --host-memory-gib 900" in told

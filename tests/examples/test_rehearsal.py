@@ -89,7 +89,6 @@ def test_a_ring_of_ulysses_groups_is_rehearsed(tmp_path):
 @pytest.fixture
 def without_python(tmp_path) -> dict[str, str]:
     """Variables with which no Python runs: two ranks are told, no flags."""
-    fake_program(tmp_path, "torchrun", "echo started")
     return {"PATH": fake_program(tmp_path, "python", 'echo 2; echo "--seed"; echo 1')}
 
 

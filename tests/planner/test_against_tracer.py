@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_untied.phases import Phase
-from megatron_untied.planner.activations import host_bytes, memory_plan
-from megatron_untied.planner.causes import Cause
+from megatron_untied.phases import MemoryCategory, Phase
+from megatron_untied.planner.activations import memory_plan
 from megatron_untied.planner.geometry import Geometry
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.weights import ShardedWeights
@@ -120,11 +119,12 @@ def check(flags: str, traced: Counted) -> None:
     config = run_config(flags, world_size=size)
     plan = Plan(config, machine(gpus_per_node=size))
     assert plan.peak.num_bytes == pytest.approx(traced.peak, rel=0.01)
-    geometry = Geometry(config, size)
+    geometry = Geometry.of(config, size)
     host = ShardedWeights(geometry).on_host().total()
     if config.memory.recompute_granularity is not None:
-        host += host_bytes(geometry)
-        check_workspace(memory_plan(geometry, rank=0), traced)
+        streamed = memory_plan(geometry, rank=0)
+        host += streamed.host_bytes()
+        check_workspace(streamed, traced)
     # The steps of an optimizer on the host are a number for each parameter.
     assert host == pytest.approx(traced.host, abs=1024)
 
@@ -172,5 +172,5 @@ def test_peak_and_host_bytes_with_sequence_parallelism(name):
 def test_a_wrong_form_would_be_noticed(traces):
     """A tenth of the largest cause of a small step is more than the tolerance."""
     plan = Plan(run_config(FAST["parked"]), machine())
-    assert plan.peak.by_cause[Cause.TILES] > 0.1 * plan.peak.num_bytes
+    assert plan.peak.by_category[MemoryCategory.TILES] > 0.1 * plan.peak.num_bytes
     assert plan.peak.num_bytes == pytest.approx(traces["parked"].peak, rel=0.001)

@@ -60,7 +60,7 @@ def test_says_what_it_chose_in_one_line():
     line = describe(choose(config, machine()))
     assert re.fullmatch(
         r"planned: --cp-heads-per-chunk \d+, --recompute-granularity selective \| "
-        r"[\d.]+ of 76.0 GiB on a GPU, [\d.]+ of 254.0 GiB a rank on the host",
+        r"[\d.]+ of 76.0 GiB per GPU, [\d.]+ of 254.0 GiB of host memory per rank",
         line,
     )
 

@@ -21,14 +21,14 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def disk(flags: str, **changes) -> Disk:
-    return Disk(run_config(f"{LONG} {flags}"), 8, **changes)
+    return Disk.of(run_config(f"{LONG} {flags}"), 8, **changes)
 
 
 def save_once(group, folder, **flags):
     config = tiny_config(group.size(), save=folder, **WIDE, **flags)
     train_state = train_state_on(group, save=folder, **WIDE, **flags)
     save_checkpoint(folder, train_state.checkpoint_state, Progress(iteration=1), run_config=config)
-    return Disk(config, group.size()).checkpoint_bytes
+    return Disk.of(config, group.size()).checkpoint_bytes
 
 
 @pytest.mark.parametrize("flags", [{}, {"use_torch_fsdp2": True}])
@@ -39,7 +39,7 @@ def test_bytes_are_those_of_a_checkpoint(tmp_path, flags):
 
 
 def test_of_a_large_model_it_is_weights_and_two_moments():
-    parameters = num_parameters(disk("").config.model)
+    parameters = num_parameters(run_config(LONG).model)
     assert disk("").checkpoint_bytes == pytest.approx(12 * parameters, rel=1e-4)
 
 
@@ -59,13 +59,13 @@ def test_of_a_large_model_it_is_weights_and_two_moments():
 )
 def test_how_many_are_there(flags, saved, kept, at_once):
     found = disk(flags)
-    assert (found.saved, found.num_kept) == (saved, kept)
-    assert found.most_bytes == at_once * found.checkpoint_bytes
+    assert (list(found.saved), found.num_kept) == (saved, kept)
+    assert found.peak_bytes == at_once * found.checkpoint_bytes
 
 
 def test_a_run_that_continues_writes_the_rest():
-    assert disk("--save x --save-interval 300", done=600).saved == [900, 1000]
-    assert disk("--save x --save-interval 300", done=1000).saved == []
+    assert disk("--save x --save-interval 300", done=600).saved == (900, 1000)
+    assert disk("--save x --save-interval 300", done=1000).saved == ()
 
 
 def test_says_what_the_recipe_writes():

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.cli.context_flags import context_flags, launch_command, training_flags
-from megatron_untied.cli.planner_flags import parse_question
+from megatron_untied.cli.planner_flags import parse_plan_request
 from megatron_untied.planner.longest_context import (
     GPU,
     HOST,
@@ -95,7 +95,7 @@ def test_nothing_fits_at_all():
 def test_what_limits_given_flags():
     plan = Plan(run_config(SMALL, world_size=2), machine(**POOR))
     tokens = longest(plan, with_host=True)
-    assert limit_of(plan.at_length(tokens)) == GPU
+    assert limit_of(plan, tokens) == GPU
 
 
 def test_the_flags_give_the_plan():
@@ -117,7 +117,7 @@ def test_the_flags_give_the_plan():
 
 
 def test_without_a_length_all_ranks_share_a_sequence():
-    question = parse_question(
+    question = parse_plan_request(
         "--model llama3-8b --bf16 --nodes 2 --gpus-per-node 4 --max-context".split()
     )
     assert question.assumed_length
@@ -125,7 +125,7 @@ def test_without_a_length_all_ranks_share_a_sequence():
         (run.parallel.context_parallel_size, run.parallel.cp_comm_type)
         for run in question.other_ranks
     ] == [(8, "a2a"), (8, "a2a+p2p")]
-    told = parse_question("--model llama3-8b --context-parallel-size 2 --max-context".split())
+    told = parse_plan_request("--model llama3-8b --context-parallel-size 2 --max-context".split())
     assert told.other_ranks == ()
 
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_untied.phases import Phase
-from megatron_untied.planner.causes import Cause
+from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.machine import GIB, read_gpus
 from megatron_untied.planner.plan import Plan, longest
 from megatron_untied.planner.search import search
@@ -91,10 +90,10 @@ def test_what_the_host_takes():
     """H and O of 32 layers, log-sum-exps of 32 heads; two micro-batches ready by each worker."""
     made = plan()
     tokens, layers = 1048576 // 8, 32
-    assert made.host[Cause.KEPT] == layers * tokens * (2 * 4096 * 2 + 32 * 4)
-    assert made.host[Cause.LOADER] == 2 * 2 * 28 * 1048576
+    assert made.host[MemoryCategory.KEPT] == layers * tokens * (2 * 4096 * 2 + 32 * 4)
+    assert made.host[MemoryCategory.LOADER] == 2 * 2 * 28 * 1048576
     grouped = plan("--recompute-num-layers 8")
-    assert grouped.host[Cause.KEPT] < 0.7 * made.host[Cause.KEPT]
+    assert grouped.host[MemoryCategory.KEPT] < 0.7 * made.host[MemoryCategory.KEPT]
 
 
 def test_the_rank_that_needs_most_counts():
@@ -104,7 +103,7 @@ def test_the_rank_that_needs_most_counts():
     from megatron_untied.planner.step import StreamedStep
 
     peaks = [
-        max(m.num_bytes for m in StreamedStep(made.geometry, rank).moments()) for rank in range(8)
+        max(m.num_bytes for m in StreamedStep(made.geometry, rank).snapshots()) for rank in range(8)
     ]
     assert min(peaks) < max(peaks) == made.peak.num_bytes
 
@@ -161,7 +160,7 @@ def test_keeping_attention_saves_its_share_of_a_step():
     full, kept = (plan(f"--recompute-granularity {g} --seq-length 4194304") for g in
                   ("full", "selective"))  # fmt: skip
     assert 1.2 < full.time.seconds / kept.time.seconds < 18 / 14
-    assert math.isclose(sum(kept.time.by_cause().values()), kept.time.seconds)
+    assert math.isclose(sum(kept.time.by_cause.values()), kept.time.seconds)
 
 
 def test_every_gpu_names_the_source_of_its_rates():

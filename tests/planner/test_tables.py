@@ -37,8 +37,8 @@ def test_no_number_is_cut_at_any_width(width, terminal):
     plan = Plan(run_config(LONG), machine())
     said = printed(width, force_terminal=terminal, color_system=None)
     assert "…" not in said
-    causes = [cause for moment in plan.phases.values() for cause in moment.by_cause.values()]
-    columns = {c for m in plan.phases.values() for c, n in m.by_cause.items() if n}
+    causes = [cause for snapshot in plan.phases.values() for cause in snapshot.by_category.values()]
+    columns = {c for m in plan.phases.values() for c, n in m.by_category.items() if n}
     expected = [f"{n / 2**30:,.2f}" for n in causes if n]
     found = device_numbers(said)
     for number in expected:
@@ -67,7 +67,7 @@ def test_a_log_keeps_a_line_whole(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     lines = printed(80).splitlines()
     (verdict,) = [line for line in lines if "fits: GPU" in line or "does not fit: GPU" in line]
-    assert verdict.endswith("GiB a node")
+    assert verdict.endswith("GiB per node")
 
 
 def test_long_labels_are_folded_and_long_numbers_are_not():

@@ -10,12 +10,12 @@ from megatron_untied.commands.check_node import (
     HOST_RESERVE_GIB,
     NO_LIMIT,
     Node,
-    host_memory_bytes,
     needs_of,
     pinned_limit_bytes,
     plan_for,
     shortfalls,
 )
+from megatron_untied.platform.device import host_memory_bytes
 
 NEEDED = Node(
     gpus=8, gpu_memory_gib=61.2, host_memory_gib=1830, pinned_gib=222, shared_memory_gib=6
@@ -43,9 +43,9 @@ def test_each_shortfall_has_both_numbers_and_what_to_do():
         lines,
         [
             "has 4 GPUs, and 8 are needed; set GPUS_PER_NODE",
-            "has 39.4 GiB on each GPU, and 61.2 are needed; --park-during-attention",
+            "has 39.4 GiB per GPU, and 61.2 are needed; --park-during-attention",
             "has 1,007.5 GiB of host memory, and 1,830 .* --recompute-granularity full",
-            "has 0 GiB of pinned memory a process, and 222 .* ulimit -l unlimited",
+            "has 0 GiB of pinned memory per process, and 222 .* ulimit -l unlimited",
             "has 0.1 GiB in /dev/shm, and 6 .* --ipc=host",
         ],
         strict=True,

@@ -10,7 +10,7 @@ from megatron_untied.context_parallel.buffer_plan import Buffer
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.phases import Phase
 from megatron_untied.step_progress import StepProgress
-from megatron_untied.tracing.fake_tensor_cache import FastFakes
+from megatron_untied.tracing.fake_tensor_cache import FakeTensorCache
 from megatron_untied.tracing.live_bytes import LiveBytes
 
 MIB = 2**20
@@ -21,10 +21,10 @@ def modes(kind):
     if kind == "real":
         return contextlib.nullcontext(), LiveBytes(StepProgress())
     mode = FakeTensorMode()
-    return mode, LiveBytes(StepProgress(), FastFakes(mode) if kind == "fast" else None)
+    return mode, LiveBytes(StepProgress(), FakeTensorCache(mode) if kind == "cached" else None)
 
 
-@pytest.fixture(params=["real", "fake", "fast"])
+@pytest.fixture(params=["real", "fake", "cached"])
 def live(request):
     mode, live = modes(request.param)
     with mode, live:

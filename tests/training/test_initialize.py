@@ -13,7 +13,8 @@ from tests.training.tiny_run import launch_of
 
 
 def test_reads_what_torchrun_says(monkeypatch):
-    for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
+    ranks = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    for name, value in {**ranks, "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert read_launch() == Launch(rank=5, world_size=8, local_rank=1)
 

@@ -37,6 +37,7 @@ def test_ranks_with_different_flags_all_end_with_the_flag_the_values_and_the_ran
 
 def test_ranks_may_differ_in_what_matters_on_one_of_them_alone(tmp_path):
     flags = {0: {"metrics_jsonl": tmp_path / "m.jsonl", "num_workers": 1}, 1: {"log_interval": 7}}
+    flags[1]["data_cache_path"] = tmp_path / "cache"
     said = launch(main_with, 2, tmp_path, flags)
     assert "lm loss" in said[0]
     assert "error" not in said[0] + said[1]

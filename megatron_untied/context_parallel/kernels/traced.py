@@ -57,8 +57,7 @@ class _Allocations:
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **options: object
     ) -> list[Tensor]:
         """The scratch that is live when the kernel runs."""
-        d = q.shape[-1]
-        width = next(width for width in (64, 96, 128, 192, 256) if d <= width)
+        width = _width(q.shape[-1])
         # Rows of q and of k in a block of the backward kernel.
         query_rows = {64: 128, 128: 64 if options["is_causal"] else 80}.get(width, 64)
         key_rows = {192: 96, 256: 80}.get(width, 128)
@@ -70,6 +69,18 @@ class _Allocations:
             sizes += [(rows, heads, width) for _ in "kv"]
         with allocating(MemoryCategory.KERNEL):
             return [q.new_empty(size, dtype=torch.float32) for size in sizes]
+
+
+def _width(d: int) -> int:
+    """The head width that the kernel pads ``d`` to."""
+    widths = (64, 96, 128, 192, 256)
+    if d > widths[-1]:
+        raise ValueError(
+            f"--kv-channels {d} (hidden size / heads, unless given): FlashAttention-3, which "
+            f"memory is counted for, takes heads of up to {widths[-1]} channels; give more heads "
+            "or fewer channels"
+        )
+    return next(width for width in widths if d <= width)
 
 
 def _padded(x: Tensor, block: int, num_segments: int) -> int:

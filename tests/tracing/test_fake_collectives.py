@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_untied.step_progress import StepProgress
-from megatron_untied.tracing.fake_collectives import call_lending, lent
+from megatron_untied.tracing.fake_collectives import borrow, call_with_borrowed_memory
 from megatron_untied.tracing.live_bytes import LiveBytes
 from tests.distributed import run_on_ranks
 
 
-def test_a_lent_tensor_is_the_same_memory_and_does_not_keep_it():
+def test_a_borrowed_tensor_is_the_same_memory_and_does_not_keep_it():
     x = torch.arange(24, dtype=torch.bfloat16).view(4, 6)[1:, ::2]
-    y = lent(x)
+    y = borrow(x)
     assert (y.dtype, y.shape, y.stride()) == (x.dtype, x.shape, x.stride())
     assert y.data_ptr() == x.data_ptr()
     y.add_(1)
@@ -23,14 +23,14 @@ def test_a_lent_tensor_is_the_same_memory_and_does_not_keep_it():
     assert owner() is None
 
 
-def test_nothing_is_lent_of_an_empty_tensor():
-    assert lent(torch.empty(0)).numel() == 0
+def test_nothing_is_borrowed_of_an_empty_tensor():
+    assert borrow(torch.empty(0)).numel() == 0
 
 
 def collectives_whose_work_is_kept(group) -> tuple[list[int], float, int]:
     """Bytes alive after each collective's tensors were dropped, its work held by a late thread."""
     works, alive = [], []
-    with LiveBytes(StepProgress(), call_lending) as live:
+    with LiveBytes(StepProgress(), call_with_borrowed_memory) as live:
         for collective in (_all_reduce, _all_to_all, _pass_on, _all_gather):
             work, total = collective(group)
             works.append(work)

@@ -82,7 +82,7 @@ class HeadExchange:
                 recv.copy_(send)
             return Done()
         self.counter.calls += 1
-        self.counter.sent_bytes += send.nbytes
+        self.counter.sent_bytes += send.nbytes  # including a rank's own block
         return dist.all_to_all_single(
             recv, send, recv_sizes, send_sizes, group=self.group, async_op=True
         )
@@ -114,7 +114,7 @@ class HeadBlocks:
     def write(self, rows: slice, x: Tensor) -> None:
         """Copy ``x`` [t, b, heads, d] to tokens ``rows`` of the buffer."""
         for block, ranks in self._runs:
-            block[:, rows].copy_(_heads_by_rank(x, ranks))
+            block[:, rows].copy_(_heads_by_rank(x, ranks))  # one strided copy
 
     def read(self, rows: slice, out: Tensor) -> None:
         """Copy tokens ``rows`` of the buffer to their heads in ``out`` [t, b, heads, d]."""

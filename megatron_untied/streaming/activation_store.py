@@ -40,7 +40,7 @@ class StoredLse:
         for chunk in lse:
             self._slots.append([arena.reserve(x.shape, x.dtype) for x in chunk])
             for slot, x in zip(self._slots[-1], chunk, strict=True):
-                slot.write(x.contiguous()).wait()
+                slot.write(x.contiguous()).wait()  # small: one copy per kernel call
 
     def on_device(self) -> LogSumExps:
         """On the device, as given; host memory is released, so call it once."""
@@ -121,7 +121,7 @@ class ActivationStore:
         """Save the layer's input [n, b, m] or [n/t, b, m]; wait for the copy before changing x."""
         if not self.policy.layers[saved.index].input_on_host:
             with allocating(MemoryCategory.KEPT):
-                saved.x = DeviceRows(x.clone())
+                saved.x = DeviceRows(x.clone())  # the layer overwrites x itself
             return None
         slot = self.arena.reserve(x.shape, x.dtype)
         saved.x = HostRows(slot, self.workspace, x.device)

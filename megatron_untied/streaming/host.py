@@ -29,7 +29,7 @@ class HostRows(Rows):
     @override
     def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
         largest = max(tile.local.stop - tile.local.start for tile in tiles)
-        numel = largest * self.shape[1:].numel()
+        numel = largest * self.shape[1:].numel()  # the last tile may be smaller
         room = self.workspace.take(row_tiles(numel, self.dtype), self.device)
         return prefetch(((self.host_slot, tile.local) for tile in tiles), room.view(2, numel))
 
@@ -120,6 +120,7 @@ class HostHeadMajor(HeadMajor):
     def _staged(self, rows: slice) -> tuple[DeviceHeadMajor, list[tuple[HostSlot, Tensor]]]:
         """Device memory for ``rows`` of all chunks, and its parts with their slots."""
         own = self.layout
+        # A layout of its own: all chunks of a few tokens, as small as a tile of the residual.
         layout = HeadMajorLayout(own.schedule, rows.stop - rows.start, own.b, own.d)
         storage = self.workspace.take(self.staging.tile, self.device)[: layout.numel]
         staged, pairs = DeviceHeadMajor(storage, layout), []

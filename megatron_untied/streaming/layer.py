@@ -53,6 +53,7 @@ from megatron_untied.tiling import (
     tiles_of,
 )
 
+# Parameters whose gradients are summed over tiles in phase 3, and in phase 1.
 BEFORE_ATTENTION = (
     "input_layernorm.",
     "self_attention.linear_qkv.",
@@ -186,11 +187,12 @@ class _StreamedLayer(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         layer, group = ctx.layer, ctx.group
         if not is_ours(gradient):
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            gradient = gradient.clone(memory_format=torch.contiguous_format)  # costs 1 H
+        # In a group the first call recomputes all layers, the others find theirs complete.
         saved = recompute(group, layer.streaming.store, attend, finish)
         y = SavedAttention(saved.out, saved.lse.on_device())
         sums = layer_backward(layer, gradient, saved.x, y, group.sequence)
-        saved.x.release()
+        saved.x.release()  # host memory is free for the next layer, whatever still references it
         saved.out.release()
         return gradient, None, None, None, *sums.in_order()
 
@@ -217,7 +219,7 @@ def finish(layer: UntiedTransformerLayer, x: Rows, out: HeadMajor, result: Tenso
     """
     tiles = layer.tiles(len(result))
     for tile, x_tile in zip(tiles, x.tiles(tiles), strict=True):
-        result[tile.local] = after_attention(layer, x_tile, out.rows(tile.seen))
+        result[tile.local] = after_attention(layer, x_tile, out.rows(tile.seen))  # [t, b, m]
 
 
 def layer_backward(
@@ -264,9 +266,9 @@ def _after_attention_backward(
         g = gradient[tile.local]
         inputs = x_tile, out.rows(tile.seen)  # [t, b, m], [t, b, h, d]
         dx, do = tile_backward(after_attention, layer, inputs, [g], sums, names)
-        g.copy_(dx)
+        g.copy_(dx)  # of the residual; what comes through q, k, v is added in phase 3
         for rows, part in split_rows(do, tile.seen):
-            d_out.write(rows, part)
+            d_out.write(rows, part)  # [t, b, h, d] -> slots of chunks
 
 
 def _before_attention_backward(
@@ -292,7 +294,7 @@ def _before_attention_backward(
             rows_of(dv, seen).to(dtype),
         ]
         (dx,) = tile_backward(queries_keys_values, layer, [x_tile], gradients, sums, names)
-        gradient[tile.local] += dx
+        gradient[tile.local] += dx  # to that of the residual, left by phase 1
 
 
 def _projections(

@@ -154,7 +154,7 @@ def _taken(sizes: LayerSizes, kind: _LayerPhase) -> tuple[Buffer, ...]:
             if kind.output_on_host:
                 taken += out.recv
             elif not kind.saves_output:
-                taken.append(head_major_slots("out", attention))
+                taken.append(head_major_slots("out", attention))  # until the MLP has read it
         case Phase.MLP_FORWARD | Phase.RECOMPUTE_MLP:
             taken += [out.tile] if kind.output_on_host else []
         case Phase.MLP_BACKWARD:
@@ -163,9 +163,9 @@ def _taken(sizes: LayerSizes, kind: _LayerPhase) -> tuple[Buffer, ...]:
         case Phase.ATTENTION_BACKWARD:
             plan = BackwardBuffers.plan(attention, sums_on_host=kind.park)
             taken += [*buffers_of(plan), *ring_buffers(attention)]
-            taken += out.send if kind.output_on_host else ()
+            taken += out.send if kind.output_on_host else ()  # O is sent once more
             if kind.park:
-                taken += [*d_out.send, *d_out.recv]
+                taken += [*d_out.send, *d_out.recv]  # dO is sent, dQ received
                 if attention.sums_kv:
                     taken.append(
                         sum_rows(attention, sizes.tile_size * attention.schedule.num_heads)
@@ -191,6 +191,7 @@ class _HostReplay:
         policy = self.policy.layers[layer]
         if policy.saves_input and policy.input_on_host:
             self.inputs[layer] = self._residual()
+        # A residual that was saved on the host is not parked a second time.
         parked = self._residual() if self.policy.park and layer not in self.inputs else None
         output = self._attend(layer, is_saved=self.policy.selective)
         if parked is not None:

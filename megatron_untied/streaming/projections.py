@@ -45,6 +45,7 @@ class StreamedProjections(Projections):
             return
         weight, bias = self._weight_and_bias(kind, projected)
         d = self.attention.hidden_size_per_attention_head
+        # The projection holds only ``projected``: heads are renumbered to its columns.
         column = {head: i for i, head in enumerate(projected)}
         columns = [range(column[x[0]], column[x[0]] + len(x)) if x else x for x in heads]
         blocks = HeadBlocks(send, columns, self.n, self.b, d)
@@ -54,7 +55,7 @@ class StreamedProjections(Projections):
             y = y.unflatten(-1, (len(projected), d))
             if norms[kind] is not None:
                 y = norms[kind](y)
-            for rows, part in split_rows(y, tile.seen):
+            for rows, part in split_rows(y, tile.seen):  # [rows, b, heads, d]
                 if kind != "v":
                     rotate_(part, *(table[rows] for table in self.rotary))
                 blocks.write(rows, part)

@@ -40,7 +40,7 @@ class DeviceRows(Rows):
 
     @override
     def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
-        return (self.tensor[tile.local] for tile in tiles)
+        return (self.tensor[tile.local] for tile in tiles)  # views
 
     @override
     def release(self) -> None:

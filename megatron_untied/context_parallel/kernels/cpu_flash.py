@@ -36,7 +36,7 @@ class CpuFlash(AttentionKernel):
             rows, keys = block.queries, block.keys
             block_x = Qkv(x.q[rows], x.k[keys], x.v[keys])
             out[rows], lse = _operator(block_x, call, mask=_added(block.hidden, x.q.dtype))
-            lse_parts.append(lse)
+            lse_parts.append(lse)  # [b, h, rows of the block]
         return torch.cat(lse_parts, -1)
 
     @override
@@ -60,7 +60,7 @@ class CpuFlash(AttentionKernel):
             )
             dk[keys] += dk_part
             dv[keys] += dv_part
-        into.dk.copy_(dk)
+        into.dk.copy_(dk)  # rounded once, after the sum
         into.dv.copy_(dv)
 
 

@@ -48,6 +48,7 @@ class Cudnn(AttentionKernel):
 
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
+        # Seed and offset of dropout, which is 0 here: the operator requires both.
         no_dropout = (torch.zeros((), dtype=torch.int64, device=x.q.device) for _ in range(2))
         gradients = self.operators._scaled_dot_product_cudnn_attention_backward(
             *map(bhsd, (d_out, *x, y.out)),

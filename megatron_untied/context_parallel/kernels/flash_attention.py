@@ -65,7 +65,7 @@ class FlashAttention3(AttentionKernel):
         options |= {"is_causal": call.causal, "softmax_scale": call.scale}
         # By default it may split the keys and allocate an fp32 output for each part.
         _, lse, *_ = self.operators.fwd(q, k, v, out=out, num_splits=1, **options)
-        return lse.view(-1, x.q.shape[2], len(x.q))
+        return lse.view(-1, x.q.shape[2], len(x.q))  # [h, tokens] -> [1, h, s_q]
 
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
@@ -110,7 +110,7 @@ class FlashAttention2(AttentionKernel):
             options |= _segments(call, q.device)
             result, lse, *_ = self.module._wrapped_flash_attn_varlen_forward(q, k, v, **options)
         out.copy_(result)
-        return lse.view(-1, x.q.shape[2], len(x.q))
+        return lse.view(-1, x.q.shape[2], len(x.q))  # [h, tokens] -> [1, h, s_q]
 
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
@@ -152,18 +152,19 @@ class TorchFlash(AttentionKernel):
         lse = self.operators._flash_attention_forward_no_dropout_inplace(
             out, q, k, v, *lengths, 0.0, call.causal, False, scale=call.scale, **window
         )
-        return lse.view(-1, x.q.shape[2], len(x.q))
+        return lse.view(-1, x.q.shape[2], len(x.q))  # [h, tokens] -> [1, h, s_q]
 
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
         reads = _flat_reads(d_out, x, y, call)
         lengths, window = self._lengths(x.q, x.k, call), _window(call)
+        # The operator requires a random state and an unused tensor, though dropout is 0.
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=x.q.device), x.q.new_empty(0)
         gradients = self.operators._flash_attention_backward(
             *reads, *lengths, 0.0, call.causal, *no_dropout, scale=call.scale, **window
         )
         for result, gradient in zip(into, gradients, strict=True):
-            _flat(result, call).copy_(gradient)
+            _flat(result, call).copy_(gradient)  # dq may be the memory of dO
 
     @staticmethod
     def _lengths(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None, int, int]:

@@ -100,6 +100,7 @@ class Segments:
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The same segments, joined wherever they are adjacent in q and in k."""
+        # Fewer runs are fewer kernel calls: packed documents become one run per sample.
         joined: list[tuple[list[int], list[int]]] = []
         for run in self.singles:
             if joined and (joined[-1][0][-1], joined[-1][1][-1]) == (run.queries[0], run.keys[0]):

@@ -36,7 +36,7 @@ class MatrixProducts(AttentionKernel):
             rows, keys = block.queries, block.keys
             scores = _scores(x.q[rows], k[keys], block, call.scale)
             lse = scores.logsumexp(-1)  # [b, g, h/g, queries]
-            weights = scores.sub_(lse[..., None]).exp_()
+            weights = scores.sub_(lse[..., None]).exp_()  # in place: the largest tensor here
             out[rows] = torch.einsum("bgrqk,kbgd->qbgrd", weights, v[keys]).flatten(2, 3)
             lse_parts.append(lse.flatten(1, 2))
         return torch.cat(lse_parts, -1)
@@ -48,10 +48,11 @@ class MatrixProducts(AttentionKernel):
         for block in query_blocks(len(x.q), call, self.block_size, x.q.device):
             rows, keys = block.queries, block.keys
             q, do, o = (_grouped(z[rows], g) for z in (x.q, d_out, y.out))
-            lse = y.lse[..., rows].unflatten(1, (g, -1))
+            lse = y.lse[..., rows].unflatten(1, (g, -1))  # [b, g, h/g, queries]
             weights = _scores(x.q[rows], k[keys], block, call.scale).sub_(lse[..., None]).exp_()
             row_sums = (do * o).sum(-1).permute(1, 2, 3, 0)  # [b, g, h/g, queries]
             d_weights = torch.einsum("qbgrd,kbgd->bgrqk", do, v[keys])
+            # Softmax: dS = P * (dP - rowsum(dO * O)), where the row sum is over d.
             d_scores = d_weights.sub_(row_sums[..., None]).mul_(weights).mul_(call.scale)
             dk[keys] += torch.einsum("bgrqk,qbgrd->kbgd", d_scores, q)
             dv[keys] += torch.einsum("bgrqk,qbgrd->kbgd", weights, do)

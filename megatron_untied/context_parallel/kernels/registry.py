@@ -13,6 +13,7 @@ from megatron_untied.context_parallel.kernels.flash_attention import (
 from megatron_untied.context_parallel.kernels.kernel import AttentionKernel
 from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
 
+# None materializes scores; the fastest first.
 _FLASH = FlashAttention3, FlashAttention2, TorchFlash, CpuFlash
 
 KERNELS: dict[str, tuple[type[AttentionKernel], ...]] = {

@@ -134,6 +134,7 @@ def split_calls(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
     calls = []
     for samples, queries, keys, run in _rows(shape, mask, limits):
         num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
+        # Kernels disagree on where the diagonal of a causal mask is, unless it is square.
         assert run is not None or not mask.causal or num_queries == num_keys, (queries, keys)
         rows = max(num_queries, num_keys) + _ROW_PADDING * (run.num_segments if run else 1)
         for call_samples, kv_heads in _batches(shape, samples, rows, limits):
@@ -176,7 +177,7 @@ def _batches(
 ) -> Iterator[tuple[slice, slice]]:
     """Samples and key-value heads of each call: all at once, or as many as indices allow."""
     padding = limits.head_width_padding
-    head = rows * (-(-shape.d // padding) * padding)
+    head = rows * (-(-shape.d // padding) * padding)  # elements of one head, as kernels index it
     num_samples = samples.stop - samples.start
     wide = limits.indexes_heads_in_32_bits or limits.indexes_calls_in_32_bits
     if not wide or num_samples * shape.h * head < INDEX_LIMIT:
@@ -190,6 +191,7 @@ def _batches(
             f"{rows} rows x {shape.d} channels x {heads_at_once} heads are {heads_at_once * head} "
             f"elements, and the kernel's limit is {INDEX_LIMIT}; give {fewer}more ring ranks."
         )
+    # Key-value heads per call: as many as stay below the limit, or all where only heads count.
     step = (INDEX_LIMIT - 1) // (share * head) if limits.indexes_calls_in_32_bits else shape.g
     for sample in range(samples.start, samples.stop):
         for first in range(0, shape.g, step):

@@ -40,3 +40,6 @@ def test_the_site_builds_strictly(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "site" / "index.html").read_text()
     assert "megatron_untied" in page
+    reference = (tmp_path / "site" / "api" / "index.html").read_text()
+    for name in ("untied_attention", "chunked_cross_entropy", "streamed_layers"):
+        assert f'id="megatron_untied.{name}"' in reference, f"{name} has no generated reference"

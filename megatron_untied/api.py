@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Literal
 
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -152,11 +153,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> None:
     if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
         kinds = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         raise ValueError(f"q, k, v are {kinds}; give one dtype on one device.")
-    if q.shape[0] * layout.size % layout.divisor:
-        raise ValueError(
-            f"{shapes}: a ring needs an early and a late part of {q.shape[0]} tokens per rank; "
-            "give an even number."
-        )
+    layout.check_length(q.shape[0] * layout.size)
 
 
 def _segments(
@@ -243,7 +240,7 @@ def streamed_layers(
             "to chunked_cross_entropy."
         )
     check_config(config, streamed=True)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups = _groups_of(config)
     parallel = ParallelConfig(
         context_parallel_size=groups.cp.size(), cp_comm_type=config.cp_comm_type or "a2a"
     )
@@ -275,3 +272,21 @@ def streamed_layers(
         build_module(spec, config=config, layer_number=i + 1, pg_collection=groups)
         for i in range(config.num_layers)
     )
+
+
+def _groups_of(config: TransformerConfig) -> ProcessGroupCollection:
+    """The groups of megatron-core's parallel state, which must be of the config's sizes."""
+    if not parallel_state.model_parallel_is_initialized():
+        raise ValueError(
+            "megatron-core has no process groups; call parallel_state.initialize_model_parallel "
+            "first."
+        )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    sizes = {"context_parallel_size": groups.cp, "tensor_model_parallel_size": groups.tp}
+    for name, group in sizes.items():
+        if getattr(config, name) != group.size():
+            raise ValueError(
+                f"the config's {name} is {getattr(config, name)} and the parallel state has "
+                f"{group.size()} ranks; give both the same."
+            )
+    return groups

@@ -126,7 +126,7 @@ def test_attention_refuses_what_does_not_fit_together(inputs, options, message):
 def check_ring_refusals(group):
     with pytest.raises(ValueError, match="window 4 needs the whole sequence .* give group alone"):
         megatron_untied.untied_attention(*qkv(4, 4, 4), ring_group=group, window=4)
-    with pytest.raises(ValueError, match="5 tokens per rank; give an even number"):
+    with pytest.raises(ValueError, match="10 tokens does not divide over 2 .* a multiple of 4"):
         megatron_untied.untied_attention(*qkv(4, 4, 4, n=5), ring_group=group)
 
 
@@ -240,6 +240,24 @@ def test_streamed_layers(p, cp_comm_type):
 def test_streamed_layers_refuse_what_has_no_effect(memory, message):
     with pytest.raises(ValueError, match=message):
         megatron_untied.streamed_layers(transformer_config(1, "a2a"), memory=memory)
+
+
+def test_streamed_layers_need_the_parallel_state():
+    with pytest.raises(ValueError, match="call parallel_state.initialize_model_parallel first"):
+        megatron_untied.streamed_layers(transformer_config(1, "a2a"))
+
+
+def check_layer_refusals(group):
+    parallel_groups(ParallelConfig(context_parallel_size=2, cp_comm_type="p2p"))
+    with pytest.raises(ValueError, match="context_parallel_size is 1 .* parallel state has 2"):
+        megatron_untied.streamed_layers(transformer_config(1, "a2a"))
+    layers = megatron_untied.streamed_layers(transformer_config(2, "p2p"))
+    with pytest.raises(ValueError, match="10 tokens does not divide over 2 .* a multiple of 4"):
+        layers(torch.randn(5, 1, 48, dtype=torch.float64))
+
+
+def test_streamed_layers_refuse_other_groups_and_odd_shards():
+    run_on_ranks(check_layer_refusals, 2)
 
 
 def test_names_are_imported_when_they_are_used():

@@ -45,9 +45,13 @@ class SequenceLayout:
         """Positions in the sequence of this rank's ``n`` tokens: int64 [n].
 
         Cached: the same tensor on each call, so that tensors derived from it can be cached too.
+
+        Raises:
+            ValueError: if sequences cannot be split into shards of ``n`` tokens.
         """
         key = n, str(device)
         if key not in self._positions:
+            self.check_length(n * self.size)
             ring, ulysses = divmod(self.rank, self.num_ulysses)
             part = slice(ulysses * n, (ulysses + 1) * n)
             if self.num_ring == 1:  # the two blocks are the whole sequence, of any length
@@ -65,12 +69,16 @@ class SequenceLayout:
             ValueError: if s is not a multiple of ``divisor``.
         """
         s = x.shape[dim]
+        self.check_length(s)
+        return x.index_select(dim, self.positions(s // self.size, x.device))
+
+    def check_length(self, s: int) -> None:
+        """Raise ``ValueError`` if ``s`` tokens cannot be sharded evenly."""
         if s % self.divisor:
             raise ValueError(
                 f"a sequence of {s} tokens is not divisible over {self.size} context-parallel "
                 f"ranks; make --seq-length a multiple of {self.divisor}."
             )
-        return x.index_select(dim, self.positions(s // self.size, x.device))
 
 
 def ring_blocks(ring_rank: int, num_ring: int, *, block_size: int) -> tuple[range, range]:

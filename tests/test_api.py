@@ -110,7 +110,7 @@ def qkv(*heads, n=6, b=1, d=D, **options):
         ([*qkv(4), *qkv(4, 4, d=16)], {}, "only the number of heads may differ"),
         ([*qkv(4), *qkv(4, 4, dtype=torch.float64)], {}, "give one dtype on one device"),
         (qkv(4, 3, 3), {}, "4 query heads do not share 3 key-value heads evenly"),
-        (qkv(4, 4, 4), {"heads_per_chunk": 9}, "9 does not cut 4 heads over 1 ranks"),
+        (qkv(4, 4, 4), {"heads_per_chunk": 9}, "9 does not split 4 heads over 1 ranks"),
         (qkv(4, 4, 4), {"window": 0}, "a window of 0 keys must hold at least 1"),
         (qkv(4, 4, 4), {"documents": [[0, 6], [0, 6]]}, "bounds of 2 samples; the batch has 1"),
         (qkv(4, 4, 4), {"documents": [[0, 4]]}, "documents[0] is [0, 4]; give bounds that begin"),

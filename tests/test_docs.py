@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tools.generate_docs import PAGES
+from tools.generate_docs import PAGES, SLOW_PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -17,6 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_a_generated_page_is_current(name):
     message = f"docs/{name} is out of date; run python tools/generate_docs.py"
     assert (ROOT / "docs" / name).read_text() == PAGES[name](), message
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_table_of_settings_is_current():
+    page = (ROOT / "docs" / "choosing_settings.md").read_text()
+    assert page == SLOW_PAGES["choosing_settings.md"]()
 
 
 def test_every_page_is_in_the_navigation():

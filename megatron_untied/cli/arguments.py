@@ -115,6 +115,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         if name in given and other not in given:
             raise ValueError(f"{flag_of(name)} has no effect without {flag_of(other)}; give both")
     values = defaults() | given
+    # Before building any part, whose arithmetic needs these.
     _require(values, "seq_length", "micro_batch_size", "train_iters", "lr", "tokenizer_type")
     check_split(values["split"])
     data = _take(
@@ -127,7 +128,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
     parallel = _take(
         ParallelConfig, values, hierarchical_context_parallel_sizes=sizes and tuple(sizes)
     )
-    model = _model(given, values, data)
+    model = _model(given, values, data)  # reads the tokenizer, and perhaps a checkpoint
     memory = _memory(values, model)
     batch = _batch(values, parallel, world_size)
     config = RunConfig(
@@ -152,7 +153,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         transformer_impl=values["transformer_impl"],
         seed=values["seed"],
     )
-    validate(config, world_size)
+    validate(config, world_size)  # all remaining problems at once, one per line
     return config
 
 
@@ -165,6 +166,7 @@ def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: an unknown or unsupported flag, or an invalid value.
     """
+    # Megatron accepts two spellings of some flags; argparse knows one.
     argv = [OTHER_SPELLINGS.get(token, token) for token in argv]
     # Before parsing: an unsupported value of a known flag has its own reason.
     for token, following in itertools.pairwise([*argv, ""]):
@@ -200,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
     """A parser of ``FLAGS`` whose namespace has only the flags that were given."""
     built = FlagParser(
         usage="%(prog)s FLAGS",
-        allow_abbrev=False,
+        allow_abbrev=False,  # --save must not be taken for --save-interval
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -228,6 +230,7 @@ class FlagParser(argparse.ArgumentParser):
 
 def _model(given: Values, values: Values, data: DataConfig) -> ModelConfig:
     if values["use_checkpoint_args"]:
+        # Only flags that were given may change it, so `given` counts here, not `values`.
         stored = read_model_config(values["load"], values["ckpt_step"])
         rotary = rotary_config(given, stored.rotary)
         # --vocab-size is that of the tokenizer; the model may have more rows.

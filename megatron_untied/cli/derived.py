@@ -47,7 +47,7 @@ def _mlp_width(values: Values) -> int:
     m, t = values["hidden_size"], values["tensor_model_parallel_size"]
     if not values["swiglu"]:
         return 4 * m
-    width = (4 * m * 2 // 3) // 64 * 64
+    width = (4 * m * 2 // 3) // 64 * 64  # Megatron's rounding, to multiples of 64
     if width == 0:
         raise ValueError(
             f"--hidden-size {m} with --swiglu gives an MLP of width 0: 8/3 x {m}, rounded down "
@@ -154,6 +154,7 @@ def _kinds(given: Values) -> list[str]:
 def _kind(given: Values) -> str | None:
     """The kind of scaling that the flags ask for; None if none does."""
     kinds = _kinds(given)
+    # A factor of 1 is no scaling, but it does replace that of a checkpoint.
     scaled = [kind for kind in kinds if kind != "none"]
     if len(scaled) > 1:
         flags = " and ".join(SCALE_FLAGS[kind] for kind in scaled)

@@ -70,6 +70,7 @@ def parse_plan_request(argv: Sequence[str], description: str | None = None) -> P
     Raises:
         ValueError: as ``parse_arguments`` does.
     """
+    # Unknown flags are those of training, which parse_flags checks.
     own, training = planner_parser(description).parse_known_args(argv)
     machine = machine_of(own)
     words, given = complete(training), parse_flags(training)
@@ -106,6 +107,7 @@ def _splits(given: Mapping[str, Any], machine: Machine) -> Iterator[list[str]]:
         return
     shared = ["--context-parallel-size", str(p)]
     yield shared
+    # A window needs whole sequences on each rank, so it excludes a ring.
     if machine.nodes > 1 and per_node * machine.nodes == p and not given.get("window_size"):
         sizes = ["--hierarchical-context-parallel-sizes", str(per_node), str(machine.nodes)]
         yield [*shared, "--cp-comm-type", "a2a+p2p", *sizes]

@@ -30,7 +30,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     wrong_model = list(model_problems(config.model))
     yield from wrong_model
     if wrong_model:
-        return
+        return  # sizes of 0 would divide below
     yield from _yarn(config.model.rotary)
     yield from _memory(config)
     yield from _tensor_parallel(config)
@@ -49,6 +49,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _ranks(config: RunConfig, world_size: int) -> Iterator[str]:
+    # What remains of the world size is the data-parallel size.
     t = config.parallel.tensor_model_parallel_size
     p = config.parallel.context_parallel_size
     if world_size % (t * p):
@@ -145,6 +146,7 @@ def _context_parallel(config: RunConfig) -> Iterator[str]:
 
 
 def _heads_per_chunk(config: RunConfig) -> Iterator[str]:
+    # u: query heads per exchange, over all ranks of a Ulysses group.
     u, num_ulysses = config.parallel.heads_per_chunk, config.parallel.num_ulysses_and_ring[0]
     if u in ("all", "auto"):
         return
@@ -209,6 +211,7 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
     for name, beta in (("1", optimization.adam_beta1), ("2", optimization.adam_beta2)):
         if beta >= 1:
             yield f"--adam-beta{name} {beta} must be below 1, such as 0.9"
+    # AdamW multiplies weights by 1 - lr * weight_decay.
     if lr * optimization.weight_decay >= 1:
         yield (
             f"--weight-decay {optimization.weight_decay} at --lr {lr} changes the sign of weights "
@@ -228,6 +231,7 @@ def _schedule(schedule: ScheduleConfig) -> Iterator[str]:
         )
     if schedule.lr_decay_style != "WSD":
         return
+    # Warmup and the final decay must not overlap; the constant part between them may be empty.
     annealing, available = schedule.lr_wsd_decay_iters, schedule.lr_decay_iters
     if annealing is None:
         yield f"--lr-decay-style WSD needs --lr-wsd-decay-iters, such as {max(1, available // 10)}"

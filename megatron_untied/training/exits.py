@@ -61,6 +61,8 @@ class SignalWatch:
         """
         self._store, self._rank = store, rank
         self._advice, self._announce = advice, announce
+        # SIGINT is never postponed: at a terminal, a step of hours is too long to wait for.
+        self._postponable = () if announce is None else (signal.SIGTERM, signal.SIGHUP)
         self._announced = False
         self._ending = 0  # number of the signal that ends this process
         self.postponed = 0
@@ -68,7 +70,7 @@ class SignalWatch:
 
     def __enter__(self) -> "SignalWatch":
         self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
+        self._writer.setblocking(False)  # required by set_wakeup_fd
         self._fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         handled = [n for n in WATCHED_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._on_signal) for number in handled}
@@ -91,11 +93,8 @@ class SignalWatch:
         if self._ending:  # the handler's SystemExit may have been replaced by another exception
             raise SystemExit(128 + self._ending) from error
 
-    def _postpones(self, number: int) -> bool:
-        return self._announce is not None and number != signal.SIGINT
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._postpones(number):
+        if number in self._postponable:
             self.postponed = number
         elif not self._ending:
             self._ending = number
@@ -114,7 +113,7 @@ class SignalWatch:
                 self._announce_of_any_rank()
 
     def _handle(self, number: int) -> None:
-        if self._postpones(number):
+        if number in self._postponable:
             self.postponed = number
             self._first("postponed", number)
             return
@@ -124,6 +123,7 @@ class SignalWatch:
                 f"{name} received on rank {self._rank}: exiting now; {self._advice()}\n"
             )
             sys.stderr.flush()
+        # The main thread may be in C++ code, where the handler's SystemExit cannot reach it.
         if not self._left.wait(UNWIND_SECONDS):
             sys.stdout.flush()
             os._exit(128 + number)

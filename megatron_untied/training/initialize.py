@@ -77,7 +77,7 @@ def initialize(
             store=store,
         )
     groups = make_groups(config.parallel, config.distributed)
-    seed_generators(config.seed)
+    seed_generators(config.seed)  # after the groups: tensor-parallel ranks get different seeds
     return groups
 
 

@@ -76,6 +76,7 @@ class PeerProgress:
             here: position of this rank, which may not be published yet.
         """
         positions = self.collect() | {self.rank: here}
+        # This rank's position is newer than the one it has published.
         first = min(position.order for position in positions.values())
         behind = [rank for rank, position in positions.items() if position.order == first]
         silent = [rank for rank in range(self.world_size) if rank not in positions]
@@ -88,12 +89,13 @@ class PeerProgress:
                 ranks_at.setdefault(str(positions[rank]), []).append(rank)
             last = "; ".join(f"{listed_ranks(r)} last at {at}" for at, r in ranks_at.items())
             return f"{listed_ranks(behind)} did not arrive, {last}; {report}"
+        be = "is" if len(behind) == 1 else "are"
         if len(behind) < len(positions):
             ahead = max(positions, key=lambda rank: positions[rank].order)
             last = f"{listed_ranks([ahead])} last at {positions[ahead]}"
-            return f"{listed_ranks(behind)} {_is(behind)} behind; {report}; {last}"
+            return f"{listed_ranks(behind)} {be} behind; {report}; {last}"
         if len(positions) > 1:
-            return f"{listed_ranks(behind)} {_is(behind)} at the same point; {report}"
+            return f"{listed_ranks(behind)} {be} at the same point; {report}"
         return report
 
 
@@ -102,10 +104,6 @@ def listed_ranks(ranks: list[int]) -> str:
     hidden = len(ranks) - MAX_LISTED_RANKS
     numbers = ", ".join(map(str, ranks[:MAX_LISTED_RANKS]))
     return f"rank{'s' * (len(ranks) > 1)} {numbers}" + (f" and {hidden} more" if hidden > 0 else "")
-
-
-def _is(ranks: list[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
 
 
 class Heartbeat:
@@ -171,6 +169,7 @@ class Heartbeat:
     def _beat(self, now: float) -> None:
         position, began = self._progress.last_completed(), self._progress.began
         self._peers.publish(position)
+        # Nothing in the first interval of a step: short steps print no heartbeat at all.
         if self._every and now - max(self._line_printed, began) >= self._every:
             self._say(heartbeat_line(position, now - began))
             self._line_printed = now

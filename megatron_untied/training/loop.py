@@ -81,16 +81,17 @@ def pretrain(
             device.synchronize()  # for the time of the step; the loss was read back anyway
             seconds = time.perf_counter() - began
             if config.loop.check_for_nan:
-                with errors_in_one_line():
+                with errors_in_one_line():  # before saving: weights that are nan are never saved
                     require_finite(result, iteration)
             consumed_samples = progress.consumed_samples + num_samples
             progress = Progress(iteration=iteration, consumed_samples=consumed_samples)
             report.step(result, progress, seconds=seconds)
             if config.evaluates_after(iteration):
                 evaluate_after(iteration)
-            exit_reason = early_exit.reason(iteration)
+            exit_reason = early_exit.reason(iteration)  # one all-reduce of a number
             if config.checkpoint.save and (exit_reason or config.saves_after(iteration)):
                 report.saved(train_state.save(config, progress, run.start.provenance))
+                # A signal during a save of minutes ends the run before the next step.
                 exit_reason = exit_reason or early_exit.signal()
         report.end(exit_reason)
 

@@ -64,7 +64,7 @@ def _connect(launch: Launch) -> dist.Store:
         return dist.HashStore()
     host = os.environ["MASTER_ADDR"]  # noqa: TID251 - torchrun passes it in no other way
     say = sys.stderr.write if launch.local_rank == 0 else len
-    require_resolvable(host, "MASTER_ADDR", say=lambda line: say(f"{line}\n"))
+    require_resolvable(host, "MASTER_ADDR", warn=lambda line: say(f"{line}\n"))
     store, _, _ = next(
         rendezvous("env://", launch.rank, launch.world_size, timeout=RENDEZVOUS_TIMEOUT)
     )
@@ -100,7 +100,7 @@ def require_same_config(config: RunConfig, launch: Launch, store: dist.Store) ->
     first = json.loads(store.get("config"))  # blocks until rank 0 has set it
     differing = {name: mine.get(name) for name in first | mine if mine.get(name) != first.get(name)}
     if differing:
-        number = store.add("ranks that differ", 1)
+        number = store.add("ranks that differ", 1)  # atomic, so each report has its own key
         store.set(f"difference {number}", json.dumps([launch.rank, differing]))
     _barrier(store, "compared", launch, ranks_that_wait=range(launch.world_size))
     numbers = range(1, store.add("ranks that differ", 0) + 1)

@@ -63,7 +63,7 @@ class LogLine:
             f"learning rate: {self.learning_rate:.6E}",
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.lm_loss:.6E}",
-            "loss scale: 1.0",
+            "loss scale: 1.0",  # constant: neither bf16 nor fp32 needs loss scaling
             f"grad norm: {self.grad_norm:.3f}",
             f"number of skipped iterations: {self.skipped_iterations:3d}",
             f"number of nan iterations: {self.nan_iterations:3d}",
@@ -155,13 +155,14 @@ class Reporter:
             checkpoint=loaded if start.iteration else None,
         )
         self._active, self._world_size = launch.rank == 0, launch.world_size
+        # Over all ranks; divided by the world size where it is reported per GPU.
         self._flops = step_flops(
             config.model,
             seq_length=config.batch.seq_length,
             num_samples=config.batch.global_batch_size,
         )
         self._since_line: list[IterationMetrics] = []
-        self._skipped = self._nan = 0
+        self._skipped = self._nan = 0  # iterations since the last line
         self._open = contextlib.ExitStack()
 
     def open_sinks(self) -> None:
@@ -198,6 +199,7 @@ class Reporter:
             progress: iterations and samples done, including this step.
             seconds: duration of the step on this rank.
         """
+        # On all ranks: each may have to print resume advice when it is signaled.
         self.summary.progress = progress
         self.summary.train_loss = result.lm_loss
         self.summary.step_seconds += seconds

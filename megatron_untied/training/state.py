@@ -115,6 +115,7 @@ def build_train_state(
         progress: passed to the model, which records its phases in it.
     """
     kind = FullSharding if config.optimization.use_torch_fsdp2 else MegatronSharding
+    # Allocates the weights; Adam's moments follow in the first step.
     sharding = kind(model_provider, config, groups, progress)
     scheduler = build_scheduler(sharding, config)
     return TrainState(

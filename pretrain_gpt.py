@@ -1,4 +1,4 @@
-r"""Pretrain a GPT-style model whose sequences are shared by context-parallel ranks.
+r"""Pretrain a GPT-style model with sequences sharded over context-parallel ranks.
 
 On a laptop: random tokens, two ranks for each sequence, two query heads exchanged at a time.
 

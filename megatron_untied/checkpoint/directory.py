@@ -1,11 +1,13 @@
 """Checkpoints on disk in Megatron's layout, changed so that a crash never loses the last one.
 
 ``iter_0000100/`` is complete as soon as it has that name. It is filled under another name first,
-and ``latest_checkpointed_iteration.txt`` names it only after everything is on the disk.
+and ``latest_checkpointed_iteration.txt`` names it only after everything is on the disk. That other
+name holds the id of the run, so runs that save into one directory do not touch each other's.
 """
 
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -17,6 +19,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 INCOMPLETE = ".incomplete"
 REPLACED = ".replaced"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+logger = logging.getLogger(__name__)
 
 
 def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | None:
@@ -37,8 +41,7 @@ def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | Non
                     f"{_there_is(directory)}"
                 )
             return None
-    folder = iteration_folder(directory, iteration)
-    replaced = folder.with_name(folder.name + REPLACED)
+    folder, replaced = iteration_folder(directory, iteration), replaced_folder(directory, iteration)
     found = next((path for path in (folder, replaced) if path.is_dir()), None)
     if found is None:
         raise ValueError(f"{asked} names iteration {iteration}; {_there_is(directory)}")
@@ -78,9 +81,13 @@ def iteration_folder(directory: Path, iteration: int) -> Path:
     return directory / f"iter_{iteration:07d}"
 
 
-def staging_folder(directory: Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration is put together."""
-    return directory / f"iter_{iteration:07d}{INCOMPLETE}"
+def staging_folder(directory: Path, iteration: int, run_id: str | None = None) -> Path:
+    """Where a run puts the checkpoint of an iteration together."""
+    return directory / f"iter_{iteration:07d}{_staging_suffix(run_id)}"
+
+
+def _staging_suffix(run_id: str | None) -> str:
+    return f".{run_id}{INCOMPLETE}" if run_id else INCOMPLETE
 
 
 def make_writable(directory: Path, flag: str) -> None:
@@ -98,12 +105,22 @@ def make_writable(directory: Path, flag: str) -> None:
         ) from error
 
 
-def start(directory: Path, iteration: int) -> None:
-    """Make an empty staging folder; clears away what a crash has left of earlier ones."""
+def start(directory: Path, iteration: int, run_id: str | None = None) -> None:
+    """Make an empty staging folder; deletes what a crash of this run has left of earlier ones.
+
+    Those of other runs stay, with a warning: such a run may be saving now.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    for leftover in directory.glob(f"iter_*{INCOMPLETE}"):
-        shutil.rmtree(leftover)
-    staging_folder(directory, iteration).mkdir()
+    own = re.compile(rf"iter_\d+({re.escape(REPLACED)})?{re.escape(_staging_suffix(run_id))}")
+    for leftover in sorted(directory.glob(f"iter_*{INCOMPLETE}")):
+        if own.fullmatch(leftover.name):
+            shutil.rmtree(leftover)
+        else:
+            logger.warning(
+                "%s was not written by this run and stays; delete it if no other run is saving it",
+                leftover,
+            )
+    staging_folder(directory, iteration, run_id).mkdir()
 
 
 def checkpoint_names(directory: Path) -> list[str]:
@@ -113,36 +130,42 @@ def checkpoint_names(directory: Path) -> list[str]:
     return sorted(found) + [TRACKER] * (directory / TRACKER).exists()
 
 
-def set_aside(directory: Path, iteration: int) -> Path:
-    """Rename what lies where the checkpoint of an iteration belongs; its new place."""
-    folder = iteration_folder(directory, iteration)
+def replaced_folder(directory: Path, iteration: int) -> Path:
+    """Where a checkpoint lies while another of the same iteration takes its place."""
+    return directory / f"iter_{iteration:07d}{REPLACED}"
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename what lies where this run must write; its new place."""
     places = (folder.with_name(f"{folder.name}.kept-{n}") for n in itertools.count(1))
     place = next(path for path in places if not path.exists())
     return folder.rename(place)
 
 
-def publish(directory: Path, iteration: int) -> None:
+def publish(directory: Path, iteration: int, run_id: str | None = None) -> None:
     """Give the filled folder its name, then move the tracker to it."""
-    folder, staging = iteration_folder(directory, iteration), staging_folder(directory, iteration)
-    replaced = folder.with_name(folder.name + REPLACED)
+    folder, replaced = iteration_folder(directory, iteration), replaced_folder(directory, iteration)
+    staging = staging_folder(directory, iteration, run_id)
     flush_folder(staging)
     if folder.exists():
         # Another checkpoint of this iteration: readers fall back to `replaced` in between.
-        _remove(replaced)
+        _delete(replaced, run_id)
         folder.rename(replaced)
     staging.rename(folder)
     flush_folder(directory)
     write_durably(directory / TRACKER, f"{iteration}\n".encode())
-    _remove(replaced)
+    _delete(replaced, run_id)
 
 
-def retire(directory: Path, iteration: int) -> None:
-    """Delete a checkpoint; a crash on the way leaves nothing that looks like one."""
-    folder = iteration_folder(directory, iteration)
+def retire(directory: Path, iteration: int, run_id: str | None = None) -> None:
+    """Delete a checkpoint of this run."""
+    _delete(iteration_folder(directory, iteration), run_id)
+
+
+def _delete(folder: Path, run_id: str | None) -> None:
+    """A crash on the way leaves what does not look like a checkpoint and :func:`start` deletes."""
     if folder.exists():
-        doomed = staging_folder(directory, iteration)
-        folder.rename(doomed)
-        _remove(doomed)
+        shutil.rmtree(folder.rename(folder.with_name(folder.name + _staging_suffix(run_id))))
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -216,11 +239,6 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in values if names.count(name) > 1)
         raise ValueError(f"the key {twice!r} is there more than once; remove all but one")
     return values
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
 
 
 def _iterations(directory: Path) -> list[int]:

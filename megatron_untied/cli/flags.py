@@ -294,7 +294,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "begin the training samples anew; weights, moments and schedule go on",
         ),
         switch("--no-load-rng", "leave the random states", off="load_rng"),
-        switch("--exit-on-missing-checkpoint", "stop if --load holds no checkpoint"),
+        switch(
+            "--exit-on-missing-checkpoint",
+            "stop if --load is the folder of --save and holds no checkpoint",
+        ),
         switch("--use-checkpoint-args", "the architecture comes from the checkpoint in --load"),
     ),
     "logging": (

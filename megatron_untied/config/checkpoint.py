@@ -32,4 +32,5 @@ class CheckpointConfig:
     use_checkpoint_args: bool = False
     """The architecture was read from ``load``, but for flags that were given all the same."""
     exit_on_missing_checkpoint: bool = False
-    """Stop when ``load`` holds no checkpoint, instead of starting from random weights."""
+    """Stop when ``load`` is ``save`` and holds no checkpoint, instead of starting from random
+    weights."""

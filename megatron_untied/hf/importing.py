@@ -1,6 +1,7 @@
 """A Hugging Face folder becomes a checkpoint."""
 
 import functools
+import shutil
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -80,16 +81,20 @@ class Import:
         """
         if disk.checkpoint_names(save):
             raise ValueError(f"{save} holds checkpoints already; give another --save")
-        disk.start(save, 0)
-        staging = disk.staging_folder(save, 0)
-        write_tensors(staging, self._tensors(advance))
-        StoredState(progress=Progress(), ranks=None, optimizer_step=None, scheduler=None).write(
-            staging
-        )
         provenance = Provenance(run_id=uuid.uuid4().hex, source_dtype=self._usual_dtype())
-        write_run_config(staging, self.model, None, provenance)
-        copied = copy_small_files(self.folder, save / FOLDER, config=True)
-        disk.publish(save, 0)
+        own = save, 0, provenance.run_id
+        staging = disk.staging_folder(*own)
+        disk.start(*own)
+        state = StoredState(progress=Progress(), ranks=None, optimizer_step=None, scheduler=None)
+        try:
+            write_tensors(staging, self._tensors(advance))
+            state.write(staging)
+            write_run_config(staging, self.model, None, provenance)
+            copied = copy_small_files(self.folder, save / FOLDER, config=True)
+            disk.publish(*own)
+        except BaseException:  # no later import has this id, so none would delete the folder
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
         return copied
 
     def _tensors(self, advance: Advance) -> dict[str, GlobalTensor]:

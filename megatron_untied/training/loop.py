@@ -183,10 +183,10 @@ def find_agreed_start(config: RunConfig, gather: Gather) -> Start:
         "the checkpoint in --load",
         gather,
     )
-    if start.same_run:
+    if start.provenance.run_id is not None:
         return start
-    # Rank 0 alone writes the id; those of other ranks are in no file.
-    return replace(start, provenance=replace(start.provenance, run_id=uuid.uuid4().hex))
+    run_id = gather(uuid.uuid4().hex)[0]  # all ranks write into the folder that it names
+    return replace(start, provenance=replace(start.provenance, run_id=run_id))
 
 
 def load(config: RunConfig, train_state: TrainState, start: Start) -> Progress:

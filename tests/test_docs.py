@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tools.generate_docs import PAGES
+from tools.generate_docs import PAGES, SLOW_PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -17,6 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_a_generated_page_is_current(name):
     message = f"docs/{name} is out of date; run python tools/generate_docs.py"
     assert (ROOT / "docs" / name).read_text() == PAGES[name](), message
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_table_of_settings_is_current():
+    page = (ROOT / "docs" / "choosing_settings.md").read_text()
+    assert page == SLOW_PAGES["choosing_settings.md"]()
 
 
 def test_every_page_is_in_the_navigation():
@@ -40,3 +47,6 @@ def test_the_site_builds_strictly(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "site" / "index.html").read_text()
     assert "megatron_untied" in page
+    reference = (tmp_path / "site" / "api" / "index.html").read_text()
+    for name in ("untied_attention", "chunked_cross_entropy", "streamed_layers"):
+        assert f'id="megatron_untied.{name}"' in reference, f"{name} has no generated reference"

@@ -16,6 +16,7 @@ LAYERS = (
     ("sharding",),
     ("checkpoint",),
     ("data", "hf", "megatron_lm", "planner"),
+    ("api",),
     ("training",),
     ("tracing",),
     ("cli",),

@@ -120,14 +120,16 @@ def write_tokenizer(folder: Path, num_tokens: int) -> list[str]:
 
 def test_rejects_unknown_names():
     listed = ", ".join(preset_names())
-    with rejects(f"argument --model: 'llama-3-8b' is none of {listed}; did you mean llama3-8b?"):
+    with rejects(f"argument --model: 'llama-3-8b' is not one of {listed}; did you mean llama3-8b?"):
         model_of("--model", "llama-3-8b")
-    with rejects(f"argument --model: 'gpt' is none of {listed}"):
+    with rejects(f"argument --model: 'gpt' is not one of {listed}"):
         model_of("--model", "gpt")
 
 
 def test_rejects_two_sources_of_the_architecture():
-    with rejects("--model qwen3-8b and --use-checkpoint-args each say the architecture; give one"):
+    with rejects(
+        "--model qwen3-8b and --use-checkpoint-args both set the architecture; give one of them"
+    ):
         model_of("--model", "qwen3-8b", "--use-checkpoint-args", "--load", "somewhere")
 
 

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from megatron_untied.cli.arguments import parse_arguments, parse_flags
 from megatron_untied.cli.flags import FLAGS
-from megatron_untied.cli.planner_flags import complete, own_parser
+from megatron_untied.cli.planner_flags import complete, planner_parser
 from megatron_untied.commands.trace import parse_own
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -239,7 +239,7 @@ def test_flags_that_are_named_exist(document):
     code = re.findall(r"`(--[^`]+)`", (ROOT / document).read_text())
     named = {word for text in code for word in text.split() if word.startswith("--")}
     known = {name for flags in FLAGS.values() for name, _ in flags}
-    planner = set(own_parser()._option_string_actions)
+    planner = set(planner_parser()._option_string_actions)
     assert named <= known | planner | OF_OTHER_PROGRAMS
 
 

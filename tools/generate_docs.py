@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_untied.cli.flags import FLAGS, NOT_YET
+from megatron_untied.cli.planner_flags import parse_plan_request
+from megatron_untied.planner.machine import GIB
+from megatron_untied.planner.plan import Plan
+from megatron_untied.planner.search import search
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -119,7 +123,47 @@ def _purpose(file: Path) -> str:
     return text.split("\n\n")[0].split("\n#\n")[0].replace("\n", " ").replace("|", "\\|")
 
 
+NODES = {
+    "8 x H100 80 GB, 2 TiB": "--gpus-per-node 8 --gpu h100-80 --host-memory-gib 2048",
+    "8 x H100 80 GB, 1 TiB": "--gpus-per-node 8 --gpu h100-80 --host-memory-gib 1024",
+    "8 x A100 40 GB, 1 TiB": "--gpus-per-node 8 --gpu a100-40 --host-memory-gib 1024",
+    "1 x H100 80 GB, 512 GiB": "--gpus-per-node 1 --gpu h100-80 --host-memory-gib 512",
+}
+LENGTHS = {"128K": 1 << 17, "512K": 1 << 19, "1M": 1 << 20, "2M": 1 << 21, "5M": 5 << 20}
+SETTINGS = (
+    "--model llama3-8b --bf16 --use-torch-fsdp2 --cp-heads-per-chunk all "
+    "--loss-chunk-size 2048 --seq-length {tokens} "
+    "--context-parallel-size {ranks} {node}"
+)
+TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", re.S)
+
+
+def settings_page() -> str:
+    """The page on choosing settings with its table made anew; takes a minute."""
+    lines = ["", "| node | tokens | flags to add | GPU, GiB | host, GiB | step |"]
+    lines.append("|---|---|---|---|---|---|")
+    for node, machine in NODES.items():
+        for length, tokens in LENGTHS.items():
+            ranks = machine.split()[1]
+            flags = SETTINGS.format(tokens=tokens, ranks=ranks, node=machine).split()
+            request = parse_plan_request(flags)
+            found = search(Plan(request.config, request.machine))
+            cells = [node, length, "does not fit", "", "", ""]
+            if found is not None:
+                changes, plan = found
+                cells[2] = " ".join(f"`{change}`" for change in changes) or "none"
+                cells[3:] = [
+                    f"{plan.peak.num_bytes / GIB:.1f}",
+                    f"{plan.host.total() * int(ranks) / GIB:,.0f}",
+                    f"{plan.time.seconds:,.0f} s",
+                ]
+            lines.append(f"| {' | '.join(cells)} |")
+    table = "\n".join([*lines, "", ""])
+    return TABLE.sub(lambda _: table, (DOCS / "choosing_settings.md").read_text())
+
+
 PAGES = {"flags.md": flags_page, "files.md": files_page}
+SLOW_PAGES = {"choosing_settings.md": settings_page}
 
 
 def main() -> None:
@@ -129,7 +173,7 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if out of date")
     check = parser.parse_args().check
-    for name, make in PAGES.items():
+    for name, make in (PAGES | SLOW_PAGES).items():
         file, text = DOCS / name, make()
         if not check:
             file.write_text(text)

@@ -13,42 +13,43 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_untied.checkpoint.directory import require_content
 from megatron_untied.config import ModelConfig
+from megatron_untied.config.flag_names import flag_of
 
-STRUCTURE = {
-    "num_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
-    "ffn_hidden_size": "--ffn-hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "num_query_groups": "--num-query-groups",
-    "kv_channels": "--kv-channels",
-    "vocab_size": "tokens in the tokenizer's vocabulary",
-    "swiglu": "--swiglu",
-    "normalization": "--normalization",
-    "add_bias_linear": "biases, off with --disable-bias-linear",
-    "add_qkv_bias": "--add-qkv-bias",
-    "qk_layernorm": "--qk-layernorm",
-    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
-    "norm_epsilon": "--norm-epsilon",
-    "rotary.percent": "--rotary-percent",
-}
-"""Fields of ModelConfig that fix what the numbers of a checkpoint mean, and what sets them. Equal
-shapes do not suffice: 8 heads of 16 and 4 of 32 have the same."""
+STRUCTURE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "swiglu",
+    "normalization",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "norm_epsilon",
+    "rotary.percent",
+)
+"""Fields of ModelConfig that determine the meaning of a checkpoint's weights. Equal shapes do not
+suffice: 8 heads of width 16 and 4 heads of width 32 have the same."""
 
-CHANGEABLE = {
-    "max_position_embeddings": "--max-position-embeddings",
-    "window_size": "--window-size",
-    "rotary.base": "--rotary-base",
-    "rotary.scaling": "scaling of the rotary embedding",
-    "rotary.scaling_factor": "its stretch",
-    "rotary.original_max_positions": "its original context",
-    "rotary.low_freq_factor": "its low_freq_factor",
-    "rotary.high_freq_factor": "its high_freq_factor",
-    "rotary.beta_fast": "--yarn-beta-fast",
-    "rotary.beta_slow": "--yarn-beta-slow",
-    "rotary.attention_factor": "--yarn-mscale",
-    "rotary.truncate": "--no-yarn-correction-range-round-to-int",
-}
-"""Fields that change the function too, but that one changes to go on at a longer context."""
+CHANGEABLE = (
+    "max_position_embeddings",
+    "window_size",
+    "rotary.base",
+    "rotary.scaling",
+    "rotary.scaling_factor",
+    "rotary.original_max_positions",
+    "rotary.low_freq_factor",
+    "rotary.high_freq_factor",
+    "rotary.beta_fast",
+    "rotary.beta_slow",
+    "rotary.attention_factor",
+    "rotary.truncate",
+)
+"""Fields that change the function too, but that are changed to continue at a longer context."""
 
 OF_SCALING = {
     "none": (),
@@ -134,19 +135,14 @@ def changed_settings(stored: ModelConfig, here: ModelConfig) -> list[str]:
     fields = ["window_size", "rotary.base", "rotary.scaling", *scaling]
     if here.max_position_embeddings > stored.max_position_embeddings:
         fields.append("max_position_embeddings")
-    return list(_differing({field: CHANGEABLE[field] for field in fields}, stored, here))
+    return list(_differing(fields, stored, here))
 
 
-def name_of_setting(field: str) -> str:
-    """What sets a field of ModelConfig such as ``rotary.base``."""
-    return (STRUCTURE | CHANGEABLE).get(field) or "--" + field.replace("_", "-")
-
-
-def _differing(fields: Mapping[str, str], stored: ModelConfig, here: ModelConfig) -> Iterator[str]:
-    for field, name in fields.items():
+def _differing(fields: Iterable[str], stored: ModelConfig, here: ModelConfig) -> Iterator[str]:
+    for field in fields:
         before, now = (operator.attrgetter(field)(model) for model in (stored, here))
         if before != now:
-            yield f"{name}: {_shown(field, before)}, here {_shown(field, now)}"
+            yield f"{flag_of(f'model.{field}')}: {_shown(field, before)}, here {_shown(field, now)}"
 
 
 def _shown(field: str, value: Any) -> Any:

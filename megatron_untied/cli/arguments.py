@@ -1,4 +1,9 @@
-"""Flags in, one ``RunConfig`` out. Nothing behind this file sees a flag."""
+"""Parsing of the command line: flags in, one ``RunConfig`` out.
+
+The order: refuse flags that are not supported, parse, fill in a preset, check which flags need
+others, apply defaults, build the parts of the configuration, validate them against each other. No
+other module of the trainer sees a flag. The planner parses its training flags here too.
+"""
 
 import argparse
 import difflib
@@ -10,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+
+from typing_extensions import override
 
 from megatron_untied.checkpoint.compatibility import require_same_structure
 from megatron_untied.checkpoint.run_config import read_model_config
@@ -37,6 +44,7 @@ from megatron_untied.config import (
 )
 from megatron_untied.config.checkpoint import CheckpointConfig
 from megatron_untied.config.data import DataConfig
+from megatron_untied.config.flag_names import flag_of, value_name
 from megatron_untied.config.run import (
     BatchConfig,
     DistributedConfig,
@@ -56,13 +64,13 @@ Values = Mapping[str, Any]
 Config = TypeVar("Config")
 
 HELP = """\
-Pretrain a GPT-style model whose sequences are shared by context-parallel ranks.
+Pretrain a GPT-style model with sequences sharded over context-parallel ranks.
 
     torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --context-parallel-size 2 ...
 
-Flags are spelled as Megatron's. Lengths are numbers of tokens: 1048576, or 1Mi, 1024Ki."""
+Flags have Megatron's spelling. Lengths are in tokens: 1048576, or 1Mi, 1024Ki."""
 
-NEEDS = {
+REQUIRED_FLAGS = {
     "num_query_groups": "group_query_attention",
     "rope_scaling_factor": "use_rope_scaling",
     "yarn_mscale": "yarn_mscale_all_dim",
@@ -85,26 +93,29 @@ NEEDS = {
     "use_checkpoint_opt_param_scheduler": "load",
     "reset_data_position": "load",
 }
-"""Flags that say nothing without another: giving them alone is a mistake, not a choice."""
+"""Flags that have no effect without another flag, and that other flag; alone they are refused."""
 
 
 def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
-    """The run that ``argv`` (without the program's name) asks for, checked.
+    """Parse and check the flags of a run.
 
     Reads the tokenizer for the size of its vocabulary and, with --use-checkpoint-args, the
-    checkpoint for its architecture.
+    architecture in the checkpoint.
+
+    Args:
+        argv: the command line, without the program's name.
+        world_size: number of ranks.
 
     Raises:
-        ValueError: an unknown flag, a flag whose feature does not exist, a value that cannot be,
-            values that do not fit together; each with what to change.
+        ValueError: an unknown or unsupported flag, an invalid value, or values that contradict each
+            other; the message has the remedy.
     """
     given = with_preset(parse_flags(argv))
-    for name, other in NEEDS.items():
+    for name, other in REQUIRED_FLAGS.items():
         if name in given and other not in given:
-            raise ValueError(
-                f"{_flag_name(name)} does nothing without {_flag_name(other)}; give both"
-            )
+            raise ValueError(f"{flag_of(name)} has no effect without {flag_of(other)}; give both")
     values = defaults() | given
+    # Before building any part, whose arithmetic needs these.
     _require(values, "seq_length", "micro_batch_size", "train_iters", "lr", "tokenizer_type")
     check_split(values["split"])
     data = _take(
@@ -117,7 +128,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
     parallel = _take(
         ParallelConfig, values, hierarchical_context_parallel_sizes=sizes and tuple(sizes)
     )
-    model = _model(given, values, data)
+    model = _model(given, values, data)  # reads the tokenizer, and perhaps a checkpoint
     memory = _memory(values, model)
     batch = _batch(values, parallel, world_size)
     config = RunConfig(
@@ -129,7 +140,9 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         batch=batch,
         optimization=_take(OptimizationConfig, values),
         schedule=_take(
-            ScheduleConfig, values, lr_decay_iters=_or(values, "lr_decay_iters", "train_iters")
+            ScheduleConfig,
+            values,
+            lr_decay_iters=values["lr_decay_iters"] or values["train_iters"],
         ),
         checkpoint=_take(CheckpointConfig, values),
         evaluation=_take(EvaluationConfig, values),
@@ -140,14 +153,27 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         transformer_impl=values["transformer_impl"],
         seed=values["seed"],
     )
-    validate(config, world_size)
+    validate(config, world_size)  # all remaining problems at once, one per line
     return config
 
 
 def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """The flags that were given, by name of their value; those left out are absent."""
+    """Parse the flags that were given.
+
+    Returns:
+        Values by name, such as ``seq_length``; flags that were not given are absent.
+
+    Raises:
+        ValueError: an unknown or unsupported flag, or an invalid value.
+    """
+    # Megatron accepts two spellings of some flags; argparse knows one.
     argv = [OTHER_SPELLINGS.get(token, token) for token in argv]
-    _refuse(argv)
+    # Before parsing: an unsupported value of a known flag has its own reason.
+    for token, following in itertools.pairwise([*argv, ""]):
+        name, _, value = token.partition("=")
+        for refused in (name, f"{name} {value or following}"):
+            if refused in NOT_YET:
+                raise ValueError(f"{refused} is not supported: {NOT_YET[refused]}")
     given, unknown = parser().parse_known_args(_with_negative_values(argv))
     if unknown:
         raise ValueError(_unknown(unknown, argv))
@@ -155,56 +181,59 @@ def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def with_preset(given: Values) -> dict[str, Any]:
-    """``given`` and, where it names a ``--model``, that model's flags for what it leaves out."""
+    """``given``, completed with the flags of the preset that ``--model`` names, if it does."""
     if "model" not in given:
         return dict(given)
     if "use_checkpoint_args" in given:
         raise ValueError(
-            f"--model {given['model']} and --use-checkpoint-args each say the architecture; "
-            "give one"
+            f"--model {given['model']} and --use-checkpoint-args both set the architecture; "
+            "give one of them"
         )
     return replace_scaling(parse_flags(read_preset(given["model"]).argv), given)
 
 
 def defaults() -> dict[str, Any]:
-    """What each flag is when it is left out."""
+    """Default of each flag, by name of its value."""
     flags = (flag for group in FLAGS.values() for flag in group)
-    return {options.get("dest", _value_name(name)): options["default"] for name, options in flags}
+    return {options.get("dest", value_name(name)): options["default"] for name, options in flags}
 
 
 def parser() -> argparse.ArgumentParser:
-    """A parser of ``FLAGS`` whose namespace holds only what was given."""
-    built = _Parser(
+    """A parser of ``FLAGS`` whose namespace has only the flags that were given."""
+    built = FlagParser(
         usage="%(prog)s FLAGS",
-        allow_abbrev=False,
+        allow_abbrev=False,  # --save must not be taken for --save-interval
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for title, flags in FLAGS.items():
         group = built.add_argument_group(title)
         for name, options in flags:
-            group.add_argument(
-                name, **options | {"default": argparse.SUPPRESS, "help": _help(options)}
-            )
+            text, default = options.get("help", ""), options["default"]
+            if default is not None and not isinstance(default, bool) and default != ():
+                text = f"{text} (default: {default})"
+            # Suppressed, so that a flag that is given can be told from its default.
+            group.add_argument(name, **options | {"default": argparse.SUPPRESS, "help": text})
     return built
 
 
-def _help(options: dict[str, Any]) -> str:
-    described, default = options.get("help", ""), options["default"]
-    unsaid = default is None or isinstance(default, bool) or default == ()
-    return described if unsaid else f"{described} (default: {default})"
+class FlagParser(argparse.ArgumentParser):
+    """A parser that raises ``ValueError`` instead of printing its usage and exiting.
 
+    Every rank parses the same flags, and only one of them is to print the message.
+    """
 
-class _Parser(argparse.ArgumentParser):
+    @override
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def _model(given: Values, values: Values, data: DataConfig) -> ModelConfig:
     if values["use_checkpoint_args"]:
+        # Only flags that were given may change it, so `given` counts here, not `values`.
         stored = read_model_config(values["load"], values["ckpt_step"])
         rotary = rotary_config(given, stored.rotary)
-        # --vocab-size is the tokenizer's, which may have fewer tokens than the model rows.
+        # --vocab-size is that of the tokenizer; the model may have more rows.
         others = {"rotary": rotary, "vocab_size": stored.vocab_size}
         model = replace(stored, **_shared(ModelConfig, given) | others)
         require_same_structure(Path(values["load"]), stored, model, use_checkpoint_args=True)
@@ -233,8 +262,8 @@ def _logging(values: Values) -> LoggingConfig:
     project = values["wandb_project"]
     if project and importlib.util.find_spec("wandb") is None:
         raise ValueError(
-            f"--wandb-project {project} needs the package wandb, which is not installed: "
-            "pip install wandb, or leave the flag out"
+            f"--wandb-project {project} needs the package wandb, which is not installed; "
+            "run pip install wandb, or leave out the flag"
         )
     return _take(LoggingConfig, values)
 
@@ -242,9 +271,9 @@ def _logging(values: Values) -> LoggingConfig:
 def timeout_minutes(
     model: ModelConfig, memory: MemoryConfig, batch: BatchConfig, world_size: int
 ) -> float:
-    """How long a collective may take unless told: a step on slow devices, at least 10 minutes.
+    """Default timeout of a collective: the time of a step on slow devices, at least 10 minutes.
 
-    A rank may wait for another through a whole step, and no longer.
+    A rank may wait for another for a whole step, but not longer.
     """
     seconds = slow_step_seconds(
         model,
@@ -258,23 +287,23 @@ def timeout_minutes(
 
 
 def _distributed(values: Values, timeout: float) -> DistributedConfig:
-    here = device.default_backend()
-    backend = values["distributed_backend"] or here
-    if backend == "nccl" != here:
+    default = device.default_backend()
+    backend = values["distributed_backend"] or default
+    if backend == "nccl" != default:
         raise ValueError(
-            "--distributed-backend nccl needs GPUs, and there are none here; gloo works"
+            "--distributed-backend nccl needs GPUs, and this machine has none; use gloo"
         )
     given = values["distributed_timeout_minutes"]
     if given is not None and not 0 < given <= A_YEAR_IN_MINUTES:
         raise ValueError(
             f"--distributed-timeout-minutes {given} is not above 0 and at most "
-            f"{A_YEAR_IN_MINUTES}, a year; {timeout:.0f} would do for this step"
+            f"{A_YEAR_IN_MINUTES}, a year; use {timeout:.0f}, enough for this step"
         )
     return DistributedConfig(backend=backend, timeout_minutes=given or timeout)
 
 
 def _with_negative_values(argv: Sequence[str]) -> list[str]:
-    """``--flag -1,0`` as ``--flag=-1,0``: argparse takes for a flag what is no plain number."""
+    """Join ``--flag -1,0`` to ``--flag=-1,0``; argparse would take -1,0 for a flag."""
     joined: list[str] = []
     for token in argv:
         if re.match(r"-\d", token) and joined and joined[-1].startswith("--"):
@@ -284,49 +313,29 @@ def _with_negative_values(argv: Sequence[str]) -> list[str]:
     return joined
 
 
-def _refuse(argv: Sequence[str]) -> None:
-    for token, following in zip(argv, [*argv, ""][1:], strict=True):
-        name, _, value = token.partition("=")
-        for refused in (name, f"{name} {value or following}"):
-            if refused in NOT_YET:
-                raise ValueError(f"{refused} is refused: {NOT_YET[refused]}")
-
-
 def _unknown(tokens: Sequence[str], argv: Sequence[str]) -> str:
     known = [name for group in FLAGS.values() for name, _ in group] + list(NOT_YET)
     names = [token.partition("=")[0] for token in tokens if token.startswith("--")]
     if not names:
         for before, token in itertools.pairwise(argv):
             if token == tokens[0] and before in SWITCHES:
-                return f"{before} takes no value; leave out {token!r}"
-        return f"{tokens[0]!r} belongs to no flag"
+                return f"{before} takes no value; remove {token!r}"
+        return f"{tokens[0]!r} does not belong to a flag; remove it"
     close = difflib.get_close_matches(names[0], known, n=1)
     return f"unknown flag {names[0]}" + (f"; did you mean {close[0]}?" if close else "")
 
 
-def _value_name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _flag_name(value: str) -> str:
-    return "--" + value.replace("_", "-")
-
-
 def _require(values: Values, *names: str) -> None:
-    missing = [_flag_name(name) for name in names if values[name] is None]
+    missing = [flag_of(name) for name in names if values[name] is None]
     if missing:
-        raise ValueError(f"missing {' '.join(missing)}: there is no default")
+        raise ValueError(f"missing {' '.join(missing)}; required")
 
 
 def _take(config: type[Config], values: Values, **others: Any) -> Config:
-    """``config`` with every field that has a flag's name taken from ``values``."""
+    """Build a ``config`` from the values that have the names of its fields, and ``others``."""
     return config(**_shared(config, values) | others)
 
 
 def _shared(config: type, values: Values) -> dict[str, Any]:
     names = {field.name for field in fields(config)}
     return {name: value for name, value in values.items() if name in names}
-
-
-def _or(values: Values, name: str, otherwise: str) -> Any:
-    return values[otherwise] if values[name] is None else values[name]

@@ -1,4 +1,9 @@
-"""The sizes of a model that Megatron derives from others where their flags are left out."""
+"""Settings of a model that follow from several flags: sizes, vocabulary, rotary embedding.
+
+Megatron derives sizes that are not given from others. The vocabulary comes from the tokenizer, a
+preset or a checkpoint. Flags of the rotary embedding replace or change what a preset or a
+checkpoint has.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,70 +11,72 @@ from typing import Any
 
 from megatron_untied.config import RotaryConfig
 from megatron_untied.config.data import DataConfig
+from megatron_untied.config.flag_names import flag_of
 from megatron_untied.data.tokenizers import build_tokenizer
 from megatron_untied.presets import read_preset
 from megatron_untied.rope import yarn_attention_factor
 
+Values = Mapping[str, Any]
+"""Values of flags by name."""
 
-def derived_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ModelConfig.
+
+def derived_sizes(values: Values) -> dict[str, Any]:
+    """Sizes of a ModelConfig, as given or derived as Megatron derives them.
 
     Raises:
         ValueError: a size that is not given cannot be derived.
     """
     m, h = values["hidden_size"], values["num_attention_heads"]
     max_positions = values["max_position_embeddings"]
-    return {
-        "kv_channels": values["kv_channels"] or _head_width(m, h),
-        "ffn_hidden_size": values["ffn_hidden_size"] or _mlp_width(values),
-        "num_query_groups": values["num_query_groups"] if values["group_query_attention"] else h,
-        "max_position_embeddings": max_positions or values["seq_length"],
-        "vocab_size": 0,  # the tokenizer or the preset says
-    }
-
-
-def _head_width(m: int, h: int) -> int:
-    if m % h:
+    if values["kv_channels"] is None and m % h:
         raise ValueError(
             f"--hidden-size {m} is not a multiple of --num-attention-heads {h}; "
             f"give --kv-channels, such as {max(2, m // h // 2 * 2)}"
         )
-    return m // h
+    return {
+        "kv_channels": values["kv_channels"] or m // h,
+        "ffn_hidden_size": values["ffn_hidden_size"] or _mlp_width(values),
+        "num_query_groups": values["num_query_groups"] if values["group_query_attention"] else h,
+        "max_position_embeddings": max_positions or values["seq_length"],
+        "vocab_size": 0,  # replaced by model_vocab_size(), which reads the tokenizer
+    }
 
 
-def _mlp_width(values: Mapping[str, Any]) -> int:
-    """4 m; with SwiGLU 2/3 of it, as there are three matrices instead of two."""
+def _mlp_width(values: Values) -> int:
+    """4 m; with SwiGLU 2/3 of that, because it has three matrices instead of two."""
     m, t = values["hidden_size"], values["tensor_model_parallel_size"]
     if not values["swiglu"]:
         return 4 * m
-    width = (4 * m * 2 // 3) // 64 * 64
+    width = (4 * m * 2 // 3) // 64 * 64  # Megatron's rounding, to multiples of 64
     if width == 0:
         raise ValueError(
-            f"--hidden-size {m} with --swiglu leaves an MLP of width 0: 8/3 x {m}, rounded down "
+            f"--hidden-size {m} with --swiglu gives an MLP of width 0: 8/3 x {m}, rounded down "
             f"to a multiple of 64; give --ffn-hidden-size, such as {-(-8 * m // (3 * t)) * t}"
         )
     return width
 
 
-Values = Mapping[str, Any]
-
-
 def tokenizer_vocab_size(values: Values) -> int | None:
-    """--vocab-size; with a preset, NullTokenizer's is what gives the model the preset's rows."""
+    """--vocab-size, or for NullTokenizer with a preset, the value that gives the preset's rows."""
     null = values["tokenizer_type"] == "NullTokenizer"
     if null and values["model"] and values["vocab_size"] is None:
-        return read_preset(values["model"]).vocab_size - 1  # the end of document is one more
+        return read_preset(values["model"]).vocab_size - 1  # one more is the end of document
     return values["vocab_size"]
 
 
 def model_vocab_size(values: Values, data: DataConfig, stored: int | None) -> int:
-    """Tokens of the tokenizer; or the rows of the architecture, which may be more.
+    """Rows of the embedding before padding: tokens of the tokenizer, or rows of the architecture.
 
-    Rows that no token uses are as a published model has them; the softmax goes over them all the
-    same. ``stored`` are those of a checkpoint that --use-checkpoint-args reads.
+    An architecture may have more rows than the tokenizer has tokens. They are kept, because the
+    softmax of the published model includes them.
+
+    Args:
+        values: of the flags.
+        data: the tokenizer.
+        stored: rows in the checkpoint that --use-checkpoint-args reads; None without it.
 
     Raises:
-        ValueError: the tokenizer cannot be had, or has more tokens than there are rows.
+        ValueError: the tokenizer cannot be loaded, or has more tokens than there are rows.
     """
     num_tokens = build_tokenizer(
         data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size, quiet=True
@@ -89,8 +96,6 @@ def model_vocab_size(values: Values, data: DataConfig, stored: int | None) -> in
     return num_rows
 
 
-Values = Mapping[str, Any]
-
 SCALE_FLAGS = {
     "llama3": "--use-rope-scaling",
     "linear": "--rotary-seq-len-interpolation-factor",
@@ -101,10 +106,12 @@ ROPE_SCALING_FACTOR = 8.0
 
 
 def rotary_config(given: Values, stored: RotaryConfig) -> RotaryConfig:
-    """``stored`` as the ``given`` flags change it; a kind of scaling replaces another as a whole.
+    """Apply the ``given`` flags to the rotary embedding ``stored`` in a checkpoint or by default.
+
+    A scaling that is given replaces the stored one with all its parameters.
 
     Raises:
-        ValueError: for flags that have no effect, contradict each other or leave something open.
+        ValueError: flags have no effect, contradict each other or are incomplete.
     """
     plain = {"base": "rotary_base", "percent": "rotary_percent"}
     changes = {field: given[name] for field, name in plain.items() if name in given}
@@ -114,26 +121,26 @@ def rotary_config(given: Values, stored: RotaryConfig) -> RotaryConfig:
         return RotaryConfig(**base | changes | _scaling(given, kind))
     if given.get("position_embedding_type") == "rope" and stored.scaling == "yarn":
         raise ValueError(
-            "--position-embedding-type rope, and the checkpoint's positions are yarn's; "
-            "leave it out"
+            "--position-embedding-type rope contradicts the checkpoint, which has yarn; "
+            "leave out the flag"
         )
     return replace(stored, **changes)
 
 
 def replace_scaling(preset: Values, given: Values) -> dict[str, Any]:
-    """``preset`` | ``given``; a kind of scaling that ``given`` asks for replaces another whole."""
+    """``preset`` | ``given``, where a scaling in ``given`` replaces that of the preset entirely."""
     kinds = _kinds(given)
-    kept = kinds in ([], _kinds(preset))
-    return {name: v for name, v in preset.items() if kept or not _scales(name)} | dict(given)
-
-
-def _scales(name: str) -> bool:
-    others = ("position_embedding_type", "rotary_seq_len_interpolation_factor")
-    return name in others or name.startswith("yarn_") or "rope_scaling" in name
+    kept = dict(preset)
+    if kinds and kinds != _kinds(preset):
+        others = ("position_embedding_type", "rotary_seq_len_interpolation_factor")
+        for name in preset:
+            if name in others or name.startswith("yarn_") or "rope_scaling" in name:
+                del kept[name]
+    return kept | dict(given)
 
 
 def _kinds(given: Values) -> list[str]:
-    """How positions are to be scaled, by every flag that says so."""
+    """Every kind of scaling that a flag asks for."""
     interpolation = given.get("rotary_seq_len_interpolation_factor")
     asked = {
         "llama3": given.get("use_rope_scaling", False),
@@ -145,20 +152,23 @@ def _kinds(given: Values) -> list[str]:
 
 
 def _kind(given: Values) -> str | None:
-    """How positions are to be scaled; None if no flag says."""
+    """The kind of scaling that the flags ask for; None if none does."""
     kinds = _kinds(given)
+    # A factor of 1 is no scaling, but it does replace that of a checkpoint.
     scaled = [kind for kind in kinds if kind != "none"]
     if len(scaled) > 1:
         flags = " and ".join(SCALE_FLAGS[kind] for kind in scaled)
-        raise ValueError(f"{flags} each scale the rotary embedding; give one")
+        raise ValueError(f"{flags} both scale the rotary embedding; give one of them")
     for name in given:
         if name.startswith("yarn_") and "yarn" not in kinds:
-            raise ValueError(f"{_flag(name)} does nothing without --position-embedding-type yarn")
+            raise ValueError(
+                f"{flag_of(name)} has no effect without --position-embedding-type yarn; give both"
+            )
     return next(iter(scaled or kinds), None)
 
 
 def _scaling(given: Values, kind: str) -> dict[str, Any]:
-    """Fields of RotaryConfig."""
+    """Fields of RotaryConfig for a ``kind`` of scaling."""
     factors = {
         "none": 1.0,
         "llama3": given.get("rope_scaling_factor", ROPE_SCALING_FACTOR),
@@ -171,7 +181,7 @@ def _scaling(given: Values, kind: str) -> dict[str, Any]:
 
 def _yarn(given: Values) -> dict[str, Any]:
     needed = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
-    missing = [_flag(name) for name in needed if name not in given]
+    missing = [flag_of(name) for name in needed if name not in given]
     if missing:
         raise ValueError(f"--position-embedding-type yarn needs {' and '.join(missing)}")
     factor, original = (given[name] for name in needed)
@@ -187,7 +197,3 @@ def _yarn(given: Values) -> dict[str, Any]:
         mscale = given["yarn_mscale"], given["yarn_mscale_all_dim"]
         fields["attention_factor"] = yarn_attention_factor(factor, *mscale)
     return fields
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -1,4 +1,7 @@
-"""Parsers of single flags' values; each error is one line that gives a value that works."""
+"""Parsers of the values of single flags.
+
+Each error is one line with the value, the constraint and, where there is one, a valid value.
+"""
 
 import argparse
 import difflib
@@ -10,23 +13,23 @@ from typing import Any
 from megatron_untied.presets import preset_names
 
 LARGEST = 2**31 - 1
-"""Of integers, unless a flag has another limit: indices of samples and tokens stay in 64 bits."""
+"""Largest integer, unless a flag has another limit: products of two still fit in 64 bits."""
 
 
 def text(value: str) -> str:
-    """Parses text that is not empty: an unset variable of a shell must not switch a flag off."""
+    """Parse text that is not empty: an unset shell variable must not disable a flag."""
     if not value.strip():
-        raise argparse.ArgumentTypeError(f"{value!r} is empty; give a value or leave the flag out")
+        raise argparse.ArgumentTypeError(f"{value!r} is empty; give a value or leave out the flag")
     return value
 
 
 def integer(minimum: int, maximum: int = LARGEST) -> Callable[[str], int]:
-    """Parses integers from ``minimum`` to ``maximum``."""
+    """A parser of integers from ``minimum`` to ``maximum``."""
     return _number(int, minimum, maximum)
 
 
 def real(minimum: float, maximum: float) -> Callable[[str], float]:
-    """Parses numbers from ``minimum`` to ``maximum``."""
+    """A parser of numbers from ``minimum`` to ``maximum``."""
     return _number(float, minimum, maximum)
 
 
@@ -38,25 +41,26 @@ def _number(kind: type, minimum: float, maximum: float) -> Callable[[str], Any]:
             number = kind(value)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{value!r} is not {noun}") from None
-        if not number >= minimum:  # this way round refuses nan too
-            raise argparse.ArgumentTypeError(f"{value} is below {minimum}, the smallest that works")
+        if not number >= minimum:  # negated, so that nan is refused too
+            raise argparse.ArgumentTypeError(f"{value} is below {minimum}, the smallest value")
         if number > maximum:
-            raise argparse.ArgumentTypeError(f"{value} is above {maximum}, the largest that works")
+            raise argparse.ArgumentTypeError(f"{value} is above {maximum}, the largest value")
         return number
 
     return parse
 
 
 def tokens(value: str) -> int:
-    """Parses a number of tokens: 1048576, or 1Mi, 1024Ki.
+    """Parse a number of tokens: 1048576, or 1Mi, 1024Ki.
 
-    128K and 1M mean powers of 1000 to some and of 1024 to others, so both are refused.
+    128K and 1M are refused: some read them as powers of 1000, others as powers of 1024.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG])(i?)", value.strip(), re.IGNORECASE)
     if match is None:
         return count(value)
     digits, unit, binary = match[1], match[2].upper(), match[3]
     exponent = "KMG".index(unit) + 1
+    # Exact fractions: 1.1Ki is not a whole number of tokens and must not be rounded silently.
     power_of_two, power_of_ten = (Fraction(digits) * base**exponent for base in (1024, 1000))
     if not binary:
         raise argparse.ArgumentTypeError(
@@ -65,13 +69,13 @@ def tokens(value: str) -> int:
         )
     if power_of_two.denominator != 1:
         raise argparse.ArgumentTypeError(
-            f"{value!r} is not a whole number of tokens; {int(power_of_two)} is"
+            f"{value!r} is not a whole number of tokens; use {int(power_of_two)}"
         )
     return count(str(power_of_two))
 
 
 def all_or(number: Callable[[str], int], *words: str) -> Callable[[str], int | str]:
-    """Parses one of ``words``, or what ``number`` parses."""
+    """A parser of one of ``words``, or of what ``number`` parses."""
 
     def parse(value: str) -> int | str:
         if value in words:
@@ -85,24 +89,27 @@ def all_or(number: Callable[[str], int], *words: str) -> Callable[[str], int | s
 
 
 def preset(value: str) -> str:
-    """Parses the name of a published architecture."""
+    """Parse the name of a published architecture."""
     names = preset_names()
     if value in names:
         return value
     close = difflib.get_close_matches(value.lower(), names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise argparse.ArgumentTypeError(f"{value!r} is none of {', '.join(names)}{hint}")
+    raise argparse.ArgumentTypeError(f"{value!r} is not one of {', '.join(names)}{hint}")
 
 
 def window(value: str) -> int | None:
-    """Parses Megatron's LEFT,RIGHT: neighbors a query sees. Returns all that it sees, with itself.
+    """Parse Megatron's LEFT,RIGHT: numbers of tokens before and after a query that it attends to.
 
-    LEFT -1 is no limit, None. RIGHT is 0: attention is causal.
+    RIGHT must be 0, as attention is causal.
+
+    Returns:
+        Tokens that a query attends to, including itself; None for LEFT -1, no limit.
     """
     left, _, right = value.strip("()").partition(",")
     if right.strip() != "0":
         raise argparse.ArgumentTypeError(
-            f"{value!r} is not LEFT,0: the tokens before it that a query sees, and none after"
+            f"{value!r} is not LEFT,0: a query attends to LEFT tokens before it, none after it"
         )
     has_unit = left.strip()[-1:].isalpha() and left.strip()[:1].isdigit()
     return (tokens(left) if has_unit else integer(-1, LARGEST - 1)(left)) + 1 or None

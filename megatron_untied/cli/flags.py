@@ -1,8 +1,8 @@
-"""The flags: Megatron's, spelled as Megatron spells them, and a few of ours.
+"""Tables of all flags: Megatron's, with Megatron's spelling and defaults, and a few of ours.
 
-Two tables and no logic. ``FLAGS`` are honored, by group, with Megatron's defaults. ``NOT_YET`` are
-flags, or single values of a flag, that are refused with the reason: when a feature lands, its line
-goes and a line in ``FLAGS`` comes. ``arguments.py`` turns what was given into a ``RunConfig``.
+``FLAGS`` has the supported flags by group. ``NOT_YET`` has flags, or single values of a flag, that
+are refused, with the reason; a feature that is implemented moves its line to ``FLAGS``.
+``arguments.py`` parses by these tables, and the flags page of the documentation is made from them.
 """
 
 from collections.abc import Callable
@@ -29,12 +29,25 @@ Flag = tuple[str, dict[str, Any]]
 
 
 def flag(name: str, kind: Callable = text, default: Any = None, **options: Any) -> Flag:
-    """A flag that takes a value; ``dest`` names the value where the flag's own name would not."""
+    """A flag with a value.
+
+    Args:
+        name: as on the command line.
+        kind: parses the value.
+        default: if the flag is not given.
+        options: of ``add_argument``; ``dest`` names the value where the flag's name would not do.
+    """
     return name, {"type": kind, "default": default, **options}
 
 
 def switch(name: str, help: str, *, off: str | None = None) -> Flag:
-    """A flag without a value: turns its own name on, or the value named ``off`` off."""
+    """A flag without a value.
+
+    Args:
+        name: as on the command line.
+        help: for --help.
+        off: name of the value that the flag sets to False; None: the flag sets its own to True.
+    """
     action = "store_false" if off else "store_true"
     return name, {"action": action, "help": help, "default": bool(off)} | (
         {"dest": off} if off else {}
@@ -43,6 +56,7 @@ def switch(name: str, help: str, *, off: str | None = None) -> Flag:
 
 A_YEAR_IN_MINUTES = 365 * 24 * 60
 
+# Kinds of the rotary embedding: stretch factors, rotations within the context, YaRN's mscale.
 stretch, turns, mscale = real(1.0, 1e6), real(1e-6, 1e6), real(0.0, 100.0)
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
@@ -51,100 +65,125 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--model",
             preset,
             metavar="NAME",
-            help=f"a published architecture, which the flags of this group change: "
+            help=f"a published architecture; flags of this group override it: "
             f"{', '.join(preset_names())}",
         ),
         flag("--num-layers", count, help="transformer layers"),
         flag("--hidden-size", count, help="width of the residual stream"),
-        flag("--ffn-hidden-size", count, help="width of the MLP (4 x hidden, with SwiGLU 8/3 x)"),
+        flag(
+            "--ffn-hidden-size", count, help="width of the MLP (4 x hidden size, 8/3 x with SwiGLU)"
+        ),
         flag("--num-attention-heads", count, help="query heads"),
-        switch("--group-query-attention", "several query heads share a key-value head"),
+        switch("--group-query-attention", "let several query heads share a key-value head"),
         flag("--num-query-groups", count, 1, help="key-value heads, with --group-query-attention"),
-        flag("--kv-channels", count, help="width of a head (hidden size / heads)"),
-        flag("--max-position-embeddings", tokens, help="longest context (the sequence length)"),
+        flag("--kv-channels", count, help="width of a head (hidden size / number of heads)"),
+        flag(
+            "--max-position-embeddings", tokens, help="longest context of the model (--seq-length)"
+        ),
         flag("--position-embedding-type", default="rope", choices=["rope", "yarn"]),
         flag("--rotary-base", amount, 10000.0, help="theta of the rotary embedding"),
-        flag("--rotary-percent", amount, 1.0, help="part of the head width that is rotated"),
-        switch("--use-rope-scaling", "Llama 3.1's scaling of the rotary wave lengths"),
+        flag("--rotary-percent", amount, 1.0, help="fraction of the head width that is rotated"),
+        switch("--use-rope-scaling", "Llama 3.1's scaling of the rotary wavelengths"),
         flag(
             "--rope-scaling-factor",
             stretch,
             ROPE_SCALING_FACTOR,
-            help="stretch of --use-rope-scaling",
+            help="factor of --use-rope-scaling",
         ),
         flag(
             "--rotary-seq-len-interpolation-factor",
             count,
             metavar="N",
-            help="positions are divided by N (1)",
+            help="divide positions by N (1)",
         ),
-        flag("--yarn-rotary-scaling-factor", stretch, help="yarn: stretch of the context"),
+        flag(
+            "--yarn-rotary-scaling-factor",
+            stretch,
+            help="yarn: factor by which the context is extended",
+        ),
         flag(
             "--yarn-original-max-position-embeddings",
             tokens,
             metavar="N",
-            help="yarn: context that the model was trained at before",
+            help="yarn: context length of the original model",
         ),
         flag(
             "--yarn-beta-fast",
             turns,
-            help="yarn: keep pairs that turn as often in it (32)",
+            help="yarn: keep pairs with more rotations in it (32)",
         ),
         flag(
             "--yarn-beta-slow",
             turns,
-            help="yarn: stretch pairs that turn as often in it (1)",
+            help="yarn: fully scale pairs with fewer rotations in it (1)",
         ),
         flag("--yarn-mscale", mscale, help="yarn: numerator of the attention factor"),
         flag(
             "--yarn-mscale-all-dim",
             mscale,
-            help="yarn: its denominator (0.1 ln stretch + 1)",
+            help="yarn: denominator of the attention factor (0.1 ln factor + 1)",
         ),
         switch(
             "--no-yarn-correction-range-round-to-int",
-            "yarn: the ramp between kept and stretched may start and end inside a pair",
+            "yarn: do not round the correction range to whole pairs",
             off="yarn_correction_range_round_to_int",
         ),
         flag(
             "--window-size",
             window,
             metavar="LEFT,0",
-            help="a query sees itself and LEFT tokens before it (-1,0: all of them)",
+            help="a query attends to itself and LEFT tokens before it (-1,0: to all)",
         ),
         flag("--normalization", default="LayerNorm", choices=["LayerNorm", "RMSNorm"]),
-        flag("--norm-epsilon", real(1e-12, 0.1), 1e-5, help="added to the variance under the root"),
-        switch("--swiglu", "gated MLP with SiLU, instead of GELU"),
+        flag("--norm-epsilon", real(1e-12, 0.1), 1e-5, help="added to the variance in norms"),
+        switch("--swiglu", "gated MLP with SiLU instead of GELU"),
         switch("--disable-bias-linear", "linear layers without bias", off="add_bias_linear"),
-        switch("--add-qkv-bias", "bias in the QKV projection, whatever the other layers have"),
+        switch("--add-qkv-bias", "bias in the QKV projection, also with --disable-bias-linear"),
         switch("--qk-layernorm", "normalize each head's query and key"),
-        switch("--untie-embeddings-and-output-weights", "an output matrix of its own"),
-        flag("--make-vocab-size-divisible-by", count, 128, help="padding of the weights only"),
+        switch("--untie-embeddings-and-output-weights", "separate output matrix"),
+        flag(
+            "--make-vocab-size-divisible-by",
+            count,
+            128,
+            help="padding of the vocabulary in the weights",
+        ),
         flag(
             "--init-method-std",
             real(1e-6, 10.0),
             0.02,
-            help="standard deviation of the first weights",
+            help="standard deviation of the initial weights",
         ),
-        flag("--hidden-dropout", real(0.0, 1.0), 0.0, choices=[0.0], help="there is none"),
-        flag("--attention-dropout", real(0.0, 1.0), 0.0, choices=[0.0], help="there is none"),
+        flag(
+            "--hidden-dropout",
+            real(0.0, 1.0),
+            0.0,
+            choices=[0.0],
+            help="not implemented, must be 0",
+        ),
+        flag(
+            "--attention-dropout",
+            real(0.0, 1.0),
+            0.0,
+            choices=[0.0],
+            help="not implemented, must be 0",
+        ),
     ),
     "parallelism": (
-        flag("--tensor-model-parallel-size", count, 1),
-        switch("--sequence-parallel", "split norms and residuals over the tensor-parallel ranks"),
+        flag("--tensor-model-parallel-size", count, 1, help="ranks that share each weight matrix"),
+        switch("--sequence-parallel", "shard norms and residuals over the tensor-parallel ranks"),
         flag("--context-parallel-size", count, 1, help="ranks that share each sequence"),
         flag(
             "--cp-comm-type",
             default="a2a",
             choices=["a2a", "p2p", "a2a+p2p"],
-            help="trade sequence for heads (Ulysses), a ring, or a ring of Ulysses groups",
+            help="all-to-all of heads (Ulysses), a ring, or a ring of Ulysses groups",
         ),
         flag(
             "--hierarchical-context-parallel-sizes",
             count,
             nargs=2,
             metavar=("A", "P"),
-            help="for a2a+p2p: a ring of P groups of A neighboring ranks",
+            help="a2a+p2p: A ranks of a Ulysses group, P groups in a ring",
         ),
         flag(
             "--cp-heads-per-chunk",
@@ -152,121 +191,155 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "all",
             metavar="U|all|auto",
             dest="heads_per_chunk",
-            help="query heads exchanged at a time: fewer need less memory; auto: as fits",
+            help="query heads per exchange; fewer take less memory; auto: the most that fit",
         ),
-        switch("--no-cp-overlap", "exchange between chunks, not during them", off="cp_overlap"),
-        switch("--use-distributed-optimizer", "spread optimizer states over dp x cp ranks"),
-        switch("--use-torch-fsdp2", "spread weights, gradients and states over dp x cp ranks"),
-        flag("--distributed-backend", choices=["nccl", "gloo"], help="nccl with GPUs, else gloo"),
+        switch(
+            "--no-cp-overlap",
+            "do not overlap the exchange of the next chunk with attention",
+            off="cp_overlap",
+        ),
+        switch("--use-distributed-optimizer", "shard optimizer states over the DP x CP ranks"),
+        switch("--use-torch-fsdp2", "shard weights, gradients and states over the DP x CP ranks"),
+        flag(
+            "--distributed-backend", choices=["nccl", "gloo"], help="nccl with GPUs, otherwise gloo"
+        ),
         flag(
             "--distributed-timeout-minutes",
             amount,
-            help="longest collective (10, or the time of a step at 200 TFLOP/s a GPU if longer)",
+            help="timeout of a collective (10, or longer if a step is at 200 TFLOP/s per GPU)",
         ),
     ),
     "memory and precision": (
-        switch("--optimizer-cpu-offload", "with --use-torch-fsdp2: what it spreads is on the host"),
-        switch("--bf16", "compute in bf16; main weights, gradients and moments stay fp32"),
+        switch(
+            "--optimizer-cpu-offload",
+            "with --use-torch-fsdp2: keep its shards and run AdamW on the host",
+        ),
+        switch("--bf16", "compute in bf16; main weights, gradients and moments are fp32"),
         flag(
-            "--loss-chunk-size", tokens, metavar="T", help="tokens whose logits are alive at once"
+            "--loss-chunk-size",
+            tokens,
+            metavar="T",
+            help="tokens whose logits are materialized at a time",
         ),
         flag(
             "--recompute-granularity",
             choices=["full", "selective", "auto"],
-            help="stream layers; selective also keeps the attention output; auto: as fits",
+            help="stream layers and recompute them; selective keeps attention; auto: what fits",
         ),
-        flag("--recompute-method", choices=["uniform"], help="groups of equal size"),
-        flag("--recompute-num-layers", count, 1, help="keep every so many layers' input"),
-        flag("--sequence-tile-size", tokens, 8192, metavar="T", help="tokens of a streamed tile"),
+        flag("--recompute-method", choices=["uniform"], help="checkpoint groups of equal size"),
+        flag("--recompute-num-layers", count, 1, help="layers per checkpoint group"),
+        flag(
+            "--sequence-tile-size",
+            tokens,
+            8192,
+            metavar="T",
+            help="tokens per tile of a streamed layer",
+        ),
         flag(
             "--cpu-offloading-num-layers",
             all_or(index, "all"),
             0,
             metavar="N|all",
-            help="layers that keep on the host",
+            help="layers whose saved activations are offloaded to the host",
         ),
-        switch("--park-during-attention", "move what attention does not need to the host"),
-        flag("--transformer-impl", default="local", choices=get_args(TransformerImpl)),
+        switch("--park-during-attention", "offload what attention does not need while it runs"),
+        flag(
+            "--transformer-impl",
+            default="local",
+            choices=get_args(TransformerImpl),
+            help="implementation of norms and linear layers",
+        ),
         flag(
             "--attention-backend",
             default="auto",
             choices=ATTENTION_BACKENDS,
-            help="flash, fused (cuDNN), local (matrix products), or one kernel by name",
+            help="flash, fused (cuDNN), local (matrix products), or the name of one kernel",
         ),
     ),
     "batch and optimizer": (
-        flag("--seq-length", tokens, help="tokens of a sample: 1048576, or 1Mi, 1024Ki"),
-        flag("--micro-batch-size", count, help="samples of one forward and backward"),
-        flag("--global-batch-size", count, help="samples of a step (micro batch x data-parallel)"),
-        flag("--lr", real(0.0, 1e30), help="highest learning rate; 0 changes no weight"),
-        flag("--min-lr", amount, 0.0),
+        flag("--seq-length", tokens, help="tokens per sample: 1048576, or 1Mi, 1024Ki"),
+        flag("--micro-batch-size", count, help="samples per forward and backward"),
+        flag(
+            "--global-batch-size", count, help="samples per step (micro batch x data-parallel size)"
+        ),
+        flag("--lr", real(0.0, 1e30), help="peak learning rate; 0 leaves the weights unchanged"),
+        flag("--min-lr", amount, 0.0, help="final learning rate"),
         flag(
             "--lr-decay-style",
             default="linear",
             choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"],
         ),
-        flag("--lr-decay-iters", count, help="iteration of the lowest rate (--train-iters)"),
-        flag("--lr-warmup-iters", index, 0),
-        flag("--lr-warmup-init", amount, 0.0),
+        flag(
+            "--lr-decay-iters", count, help="iteration at which --min-lr is reached (--train-iters)"
+        ),
+        flag("--lr-warmup-iters", index, 0, help="iterations of linear warmup"),
+        flag("--lr-warmup-init", amount, 0.0, help="learning rate at the start of the warmup"),
         flag("--lr-wsd-decay-iters", count, help="WSD: iterations of the final decay"),
         flag(
             "--lr-wsd-decay-style",
             default="exponential",
             choices=["exponential", "linear", "cosine", "minus_sqrt"],
         ),
-        flag("--weight-decay", real(0.0, 100.0), 0.01, help="not on biases and norms"),
+        flag("--weight-decay", real(0.0, 100.0), 0.01, help="not applied to biases and norms"),
         flag("--adam-beta1", amount, 0.9),
         flag("--adam-beta2", amount, 0.999),
         flag("--adam-eps", real(1e-30, 1.0), 1e-8),
-        flag("--clip-grad", amount, 1.0, help="largest gradient norm; 0 does not clip"),
-        switch("--calculate-per-token-loss", "the loss is a mean over all tokens, as always here"),
-        flag("--seed", index, 1234),
+        flag("--clip-grad", amount, 1.0, help="maximum gradient norm; 0 disables clipping"),
+        switch(
+            "--calculate-per-token-loss",
+            "average the loss over tokens; always on, accepted for compatibility",
+        ),
+        flag("--seed", index, 1234, help="of weights and of the order of samples"),
     ),
     "data": (
         flag("--tokenizer-type", choices=TOKENIZER_TYPES),
         flag("--tokenizer-model", help="file or folder of the tokenizer"),
         flag(
-            "--vocab-size", count, help="tokens of the tokenizer, to check; NullTokenizer needs it"
+            "--vocab-size", count, help="expected size of the tokenizer; required for NullTokenizer"
         ),
         flag(
             "--data-path", nargs="+", default=(), help="prefix, or weight prefix weight prefix ..."
         ),
         flag(
-            "--split", default="969,30,1", help="train, validation and test parts of the documents"
+            "--split",
+            default="969,30,1",
+            help="proportions of training, validation and test documents",
         ),
         flag(
             "--data-cache-path",
-            help="folder for the sample indices, on every node or shared (PREFIX/cache)",
+            help="folder for sample indices, local to each node or shared (PREFIX/cache)",
         ),
         switch("--mock-data", "random tokens instead of --data-path"),
-        flag("--num-workers", integer(0, 1024), 2, help="processes that prepare samples"),
-        switch("--reset-position-ids", "positions start again at every document"),
+        flag("--num-workers", integer(0, 1024), 2, help="data workers per rank"),
+        switch("--reset-position-ids", "restart positions at every document"),
         switch(
             "--dataloader-inter-document-masking",
-            "tokens see their own document only; needs --reset-position-ids",
+            "attend within documents only; needs --reset-position-ids",
         ),
         flag(
             "--document-boundaries",
             default="idx",
             choices=DOCUMENT_BOUNDARIES,
-            help="documents are those of the .idx file, or end at every end-of-document token",
+            help="documents from the .idx file, or ended by every end-of-document token",
         ),
-        switch("--eod-mask-loss", "no loss where the input is the end-of-document token"),
+        switch("--eod-mask-loss", "exclude end-of-document inputs from the loss"),
     ),
     "loop": (
         flag("--train-iters", count, help="optimizer steps"),
-        switch("--skip-train", "only evaluate"),
+        switch("--skip-train", "evaluate once and exit"),
         flag("--eval-interval", count, 1000, help="iterations between evaluations"),
-        flag("--eval-iters", index, 100, help="global batches of an evaluation"),
-        flag("--exit-interval", count, help="save and exit at an iteration divisible by this"),
+        flag("--eval-iters", index, 100, help="global batches per evaluation"),
+        flag("--exit-interval", count, help="save and exit at the next multiple of this iteration"),
         flag(
             "--exit-duration-in-mins",
             real(1e-3, A_YEAR_IN_MINUTES),
-            help="save and exit after so many minutes",
+            help="save and exit after this many minutes",
         ),
         switch("--exit-signal-handler", "finish the step, save and exit on SIGTERM or SIGHUP"),
         switch(
-            "--no-check-for-nan-in-loss-and-grad", "train on, whatever comes", off="check_for_nan"
+            "--no-check-for-nan-in-loss-and-grad",
+            "continue after a loss or gradient that is not finite",
+            off="check_for_nan",
         ),
     ),
     "checkpoint": (
@@ -274,44 +347,52 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--save-interval", count, help="iterations between checkpoints"),
         switch(
             "--save-into-existing",
-            "save into a folder with another run's checkpoints too; none of them is deleted",
+            "allow --save to have checkpoints of another run; they are not deleted",
         ),
         flag("--load", help="folder to load from"),
         flag("--ckpt-step", index, help="iteration to load, instead of the latest"),
-        flag("--save-retain-interval", count, help="keep only checkpoints at multiples of this"),
-        switch("--finetune", "load weights only and start at iteration 0"),
-        switch("--no-load-optim", "leave the optimizer's states", off="load_optim"),
+        flag(
+            "--save-retain-interval",
+            count,
+            help="delete older checkpoints of this run, except multiples of this",
+        ),
+        switch("--finetune", "load the weights only and start at iteration 0"),
+        switch("--no-load-optim", "do not load the optimizer states", off="load_optim"),
         switch(
             "--override-opt_param-scheduler",
-            "keep Adam's moments, take this run's learning rate schedule and weight decay",
+            "load Adam's moments but use this run's learning rate schedule and weight decay",
         ),
         switch(
             "--use-checkpoint-opt_param-scheduler",
-            "take the checkpoint's learning rate schedule and weight decay",
+            "use the checkpoint's learning rate schedule and weight decay",
         ),
         switch(
             "--reset-data-position",
-            "begin the training samples anew; weights, moments and schedule go on",
+            "restart the training samples; weights, moments and schedule continue",
         ),
-        switch("--no-load-rng", "leave the random states", off="load_rng"),
+        switch("--no-load-rng", "do not load the random states", off="load_rng"),
         switch(
             "--exit-on-missing-checkpoint",
-            "stop if --load is the folder of --save and holds no checkpoint",
+            "exit with an error if --load has no checkpoint, also if it is the folder of --save",
         ),
-        switch("--use-checkpoint-args", "the architecture comes from the checkpoint in --load"),
+        switch("--use-checkpoint-args", "take the architecture from the checkpoint in --load"),
     ),
     "logging": (
         flag("--log-interval", count, 100, help="iterations between log lines"),
         switch("--log-throughput", "Megatron's throughput field in the log line"),
-        flag("--tensorboard-dir"),
-        flag("--wandb-project"),
-        flag("--metrics-jsonl", metavar="FILE", help="one JSON object a line: every iteration"),
+        flag("--tensorboard-dir", help="folder for TensorBoard events"),
+        flag("--wandb-project", help="Weights & Biases project"),
+        flag(
+            "--metrics-jsonl",
+            metavar="FILE",
+            help="write metrics of every iteration, one JSON object per line",
+        ),
         flag(
             "--heartbeat-seconds",
             real(0.0, 86400.0),
             60.0,
             metavar="S",
-            help="in a step longer than S seconds, say every S seconds how far it is; 0 never",
+            help="seconds between progress lines within a step; 0 disables them",
         ),
     ),
 }
@@ -320,32 +401,32 @@ OTHER_SPELLINGS = {
     "--override-opt-param-scheduler": "--override-opt_param-scheduler",
     "--use-checkpoint-opt-param-scheduler": "--use-checkpoint-opt_param-scheduler",
 }
-"""Flags that Megatron spells in two ways."""
+"""Alternative spellings that Megatron accepts."""
 
 SWITCHES = frozenset(
     name for group in FLAGS.values() for name, options in group if "action" in options
 )
-"""Flags that take no value."""
+"""Flags without a value."""
 
 NOT_YET: dict[str, str] = {
-    # Our features on their way.
-    "--verify-recompute": "recomputed values are not compared yet",
+    # Planned features.
+    "--verify-recompute": "recomputed values are not compared with saved ones yet",
     "--sft": "there is no fine-tuning dataset yet",
     "--seq-length-schedule": "the sequence length is constant",
-    "--attention-backend unfused": "local is attention in matrix products",
-    "--async-save": "checkpoints are written before training goes on",
+    "--attention-backend unfused": "use local, attention by matrix products",
+    "--async-save": "checkpointing is synchronous",
     "--profile": "there is no profiler yet",
-    # Megatron's that people reach for and that the design leaves out or that wait for a reason.
-    "--pipeline-model-parallel-size": "the design has no pipeline: tensor x context x data only",
+    # Megatron's flags for features that the design excludes.
+    "--pipeline-model-parallel-size": "not implemented; use tensor, context and data parallelism",
     "--expert-model-parallel-size": "there are no mixture-of-experts layers",
     "--num-experts": "there are no mixture-of-experts layers",
-    "--fp16": "give --bf16, or neither for fp32",
-    "--fp8-format": "give --bf16, or neither for fp32",
+    "--fp16": "use --bf16, or neither for fp32",
+    "--fp8-format": "use --bf16, or neither for fp32",
     "--overlap-grad-reduce": "gradients are reduced after the last micro-batch",
     "--overlap-param-gather": "parameters are gathered before the next step begins",
-    "--train-samples": "give --train-iters",
-    "--rotary-interleaved": "a rotated pair is an entry of each half of a head",
-    "--no-rope-freq": "every layer rotates",
-    "--multi-latent-attention": "keys and values have heads of their own",
+    "--train-samples": "use --train-iters",
+    "--rotary-interleaved": "pairs are rotated across the halves of a head",
+    "--no-rope-freq": "every layer has rotary embedding",
+    "--multi-latent-attention": "multi-latent attention is not implemented",
     "--rampup-batch-size": "the batch size is constant",
 }

@@ -1,4 +1,8 @@
-"""The command line of a planner: the flags of training, and those that say on what it would run."""
+"""The command line of the planner: training flags, and flags that describe the machine.
+
+Training flags are parsed and checked as in training. Flags that training requires but memory does
+not depend on, such as the learning rate, have defaults here.
+"""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_untied.checkpoint.run_config import read_model_config
-from megatron_untied.cli.arguments import parse_arguments, parse_flags
+from megatron_untied.cli.arguments import FlagParser, parse_arguments, parse_flags
 from megatron_untied.cli.flag_values import count, real
+from megatron_untied.config.flag_names import value_name
 from megatron_untied.config.run import RunConfig
 from megatron_untied.planner.machine import (
     DEFAULT_GPU,
@@ -19,48 +24,61 @@ from megatron_untied.planner.machine import (
     unlisted_gpu,
 )
 
-ASSUMED = {
+ASSUMED_FLAGS = {
     "micro_batch_size": ["--micro-batch-size", "1"],
     "train_iters": ["--train-iters", "1"],
     "lr": ["--lr", "1e-4"],
     "tokenizer_type": ["--tokenizer-type", "NullTokenizer"],
 }
-"""What training insists on and memory does not depend on."""
-ASSUMED_TOKENS = "128255"
-"""--vocab-size, if neither it nor a preset nor a tokenizer says."""
+"""Flags that training requires and memory does not depend on, by name of their value."""
+
+ASSUMED_VOCAB_SIZE = "128255"
+"""--vocab-size if it, a preset and a tokenizer are all missing: Llama 3's, without one token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """A run and a machine to plan, and what to report."""
+    """A run to plan, the machine to plan for, and the reports to make."""
 
     config: RunConfig
     machine: Machine
     training: tuple[str, ...]
-    """Flags of training, with what was assumed."""
+    """Training flags, including those that were assumed."""
     other_ranks: tuple[RunConfig, ...] = ()
-    """The same run with other ways to split the ranks, where the flags leave that open."""
+    """The same run with other parallel sizes, if the flags do not give them."""
     assumed_length: bool
-    """No length was given: it is to be found."""
+    """No --seq-length was given, so only the search for the longest context is reported."""
     max_context: bool
+    """Search the longest context."""
     compare: bool
+    """Compare with published methods."""
     buffers: bool
+    """List all buffers."""
     json: str | None
+    """File for the plan as JSON; "-" for stdout."""
     plot: str | None
+    """File for the picture."""
 
 
 def parse_plan_request(argv: Sequence[str], description: str | None = None) -> PlanRequest:
-    """The run and the machine that ``argv`` describes; ``description`` is for --help.
+    """Parse the command line of the planner.
+
+    Args:
+        argv: without the program's name.
+        description: for --help.
 
     Raises:
         ValueError: as ``parse_arguments`` does.
     """
-    own, training = own_parser(description).parse_known_args(argv)
+    # Unknown flags are those of training, which parse_flags checks.
+    own, training = planner_parser(description).parse_known_args(argv)
     machine = machine_of(own)
     words, given = complete(training), parse_flags(training)
     assumed_length = own.max_context and "seq_length" not in given
     if assumed_length:
-        words += ["--seq-length", str(_shortest(given, machine))]
+        # Divisible over all ranks at every split; the search replaces it.
+        shortest = 2 * machine.world_size * given.get("tensor_model_parallel_size", 1)
+        words += ["--seq-length", str(shortest)]
     other_ranks = ()
     if own.max_context and "context_parallel_size" not in given:
         splits = _splits(given, machine)
@@ -81,73 +99,63 @@ def parse_plan_request(argv: Sequence[str], description: str | None = None) -> P
     )
 
 
-def _shortest(given: Mapping[str, Any], machine: Machine) -> int:
-    """A length that divides over all ranks, however they are split."""
-    return 2 * machine.world_size * given.get("tensor_model_parallel_size", 1)
-
-
 def _splits(given: Mapping[str, Any], machine: Machine) -> Iterator[list[str]]:
-    """Flags that let all ranks share one sequence: over all nodes, and by a ring of nodes."""
+    """Yield flags by which all ranks share one sequence: one Ulysses group, or a ring of nodes."""
     t = given.get("tensor_model_parallel_size", 1)
     p, per_node = machine.world_size // t, machine.gpus_per_node // t
     if p == 1 or given.keys() & {"cp_comm_type", "hierarchical_context_parallel_sizes"}:
         return
     shared = ["--context-parallel-size", str(p)]
     yield shared
+    # A window needs whole sequences on each rank, so it excludes a ring.
     if machine.nodes > 1 and per_node * machine.nodes == p and not given.get("window_size"):
         sizes = ["--hierarchical-context-parallel-sizes", str(per_node), str(machine.nodes)]
         yield [*shared, "--cp-comm-type", "a2a+p2p", *sizes]
 
 
 def complete(training: Sequence[str]) -> list[str]:
-    """``training`` and before it what it need not say: what memory does not depend on."""
+    """Complete the flags ``training`` with those that memory does not depend on."""
     given = parse_flags(training)
-    words = [word for name, flag in ASSUMED.items() if name not in given for word in flag]
+    words = [word for name, flag in ASSUMED_FLAGS.items() if name not in given for word in flag]
     if "data_path" not in given and "mock_data" not in given:
         words.append("--mock-data")
     null = given.get("tokenizer_type", "NullTokenizer") == "NullTokenizer"
     if null and not given.keys() & {"vocab_size", "model"}:
-        words += ["--vocab-size", _assumed_tokens(given)]
+        vocab_size = ASSUMED_VOCAB_SIZE
+        if given.keys() >= {"use_checkpoint_args", "load"}:
+            stored = read_model_config(given["load"], given.get("ckpt_step"))
+            vocab_size = str(stored.vocab_size - 1)  # one more is the end of document
+        words += ["--vocab-size", vocab_size]
     return [*words, *training]
 
 
-def _assumed_tokens(given: Mapping[str, Any]) -> str:
-    if not given.keys() >= {"use_checkpoint_args", "load"}:
-        return ASSUMED_TOKENS
-    stored = read_model_config(given["load"], given.get("ckpt_step"))
-    return str(stored.vocab_size - 1)  # the end of document is one more
-
-
-def own_parser(description: str | None = None) -> argparse.ArgumentParser:
-    """A parser of what training has no flags for."""
-    built = _Parser(
-        usage="%(prog)s [these] FLAGS OF TRAINING",
+def planner_parser(description: str | None = None) -> argparse.ArgumentParser:
+    """A parser of the flags that training does not have."""
+    built = FlagParser(
+        usage="%(prog)s [these] TRAINING FLAGS",
         allow_abbrev=False,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Flags of training: python pretrain_gpt.py --help",
+        epilog="Training flags: python pretrain_gpt.py --help",
     )
     add_machine_flags(built)
     built.add_argument(
         "--max-context",
         action="store_true",
-        help="also the longest context that fits, with these flags and with the best ones; needs "
-        "no --seq-length",
+        help="also find the longest context that fits, with these flags and with the best ones; "
+        "--seq-length may be left out",
+    )
+    built.add_argument("--compare", action="store_true", help="also estimate published methods")
+    built.add_argument(
+        "--buffers", action="store_true", help="also list every buffer: size, phases, aliases"
     )
     built.add_argument(
-        "--compare", action="store_true", help="also what published methods would take"
+        "--json",
+        metavar="FILE",
+        help="write the plan as JSON; - writes it to stdout instead of the tables",
     )
-    built.add_argument(
-        "--buffers", action="store_true", help="also every buffer: size, phases, what it shares"
-    )
-    built.add_argument("--json", metavar="FILE", help="write the plan as JSON; - is stdout, alone")
-    built.add_argument("--plot", metavar="FILE.png", help="draw memory over the phases of a step")
+    built.add_argument("--plot", metavar="FILE.png", help="plot memory over the phases of a step")
     return built
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ValueError(message)
 
 
 _MEMORY, _HOST, _NODE_LINK, _NETWORK = (
@@ -168,48 +176,48 @@ _GPU_FLAGS = {
     ),
     _NETWORK: ("network_gb_per_second", "GB/s to other nodes", "one direction, for each GPU"),
 }
-"""By flag: the field of a Gpu, its unit, and what it is."""
+"""By flag: the field of a Gpu, its unit, and its description."""
 
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that :func:`machine_of` reads."""
+    """Add the flags that :func:`machine_of` reads."""
     group = parser.add_argument_group(
         "machine",
-        "A GPU that is not in the list is planned for under any name, if flags describe it: "
+        "A GPU that is not in the list can have any name, if flags describe it: "
         f"{' '.join(_needed(nodes=1))}, and {_NETWORK} for several nodes.",
     )
-    group.add_argument("--gpus-per-node", type=count, default=8, help="ranks of a node (8)")
-    group.add_argument("--nodes", type=count, default=1, help="nodes of equal GPUs (1)")
+    group.add_argument("--gpus-per-node", type=count, default=8, help="ranks per node (8)")
+    group.add_argument("--nodes", type=count, default=1, help="number of equal nodes (1)")
     group.add_argument(
         "--gpu",
         metavar="NAME",
         default=DEFAULT_GPU,
-        help=f"one of {', '.join(sorted(read_gpus()))}, or a name of yours ({DEFAULT_GPU})",
+        help=f"one of {', '.join(sorted(read_gpus()))}, or any name ({DEFAULT_GPU})",
     )
     for flag, (_, unit, described) in _GPU_FLAGS.items():
         least = DEVICE_RESERVE_GIB + 1.0 if flag == _MEMORY else 0.001
         number = unit.split()[0]
         group.add_argument(
-            flag, type=real(least, 1e6), metavar=number, help=f"{described} (as --gpu)"
+            flag, type=real(least, 1e6), metavar=number, help=f"{described} (that of --gpu)"
         )
     group.add_argument(
         _HOST,
         type=real(1.0, 1e6),
         metavar="GiB",
-        help="memory of one node (as nodes of --gpu have)",
+        help="host memory of a node (that of nodes with --gpu)",
     )
 
 
 def machine_of(own: argparse.Namespace) -> Machine:
-    """The nodes that the flags describe.
+    """The machine that the flags describe.
 
     Raises:
-        ValueError: a GPU that is not in the list and not described in full.
+        ValueError: the GPU is neither in the list nor completely described.
     """
     given = {
-        field: getattr(own, _value_name(flag))
+        field: getattr(own, value_name(flag))
         for flag, (field, _, _) in _GPU_FLAGS.items()
-        if getattr(own, _value_name(flag)) is not None
+        if getattr(own, value_name(flag)) is not None
     }
     listed = read_gpus().get(own.gpu)
     gpu = _described(own, given) if listed is None else _changed(listed, given)
@@ -223,7 +231,7 @@ def machine_of(own: argparse.Namespace) -> Machine:
 
 
 def _changed(listed: Gpu, given: dict[str, float]) -> Gpu:
-    """A GPU of the list with values of its own; its title and source say which."""
+    """A listed GPU with some values replaced, which its title and source name."""
     units = {field: unit for field, unit, _ in _GPU_FLAGS.values()}
     changes = [
         f"{value:g} {units[field]}"
@@ -232,17 +240,18 @@ def _changed(listed: Gpu, given: dict[str, float]) -> Gpu:
     ]
     if not changes:
         return listed
-    told = f"with {', '.join(changes)}"
     source = f"{listed.source}; by flags: {', '.join(changes)}"
-    return replace(listed, **given, title=f"{listed.title} {told}", source=source)
+    return replace(
+        listed, **given, title=f"{listed.title} with {', '.join(changes)}", source=source
+    )
 
 
 def _described(own: argparse.Namespace, given: dict[str, float]) -> Gpu:
-    values = {flag: getattr(own, _value_name(flag)) for flag in _needed(own.nodes)}
+    values = {flag: getattr(own, value_name(flag)) for flag in _needed(own.nodes)}
     missing = [flag for flag, value in values.items() if value is None]
     if missing:
         raise ValueError(
-            f"--gpu {own.gpu} is none of {', '.join(sorted(read_gpus()))}; to plan for another "
+            f"--gpu {own.gpu} is not one of {', '.join(sorted(read_gpus()))}; to plan for another "
             f"GPU, describe it: {' '.join(missing)} missing"
         )
     link, assumed = given["pcie_gb_per_second"], []
@@ -259,10 +268,6 @@ def _described(own: argparse.Namespace, given: dict[str, float]) -> Gpu:
 
 
 def _needed(nodes: int) -> list[str]:
-    """Flags without which a GPU that is not in the list cannot be planned for."""
+    """Flags that are required for a GPU that is not in the list."""
     optional = {_NODE_LINK} if nodes > 1 else {_NODE_LINK, _NETWORK}
     return [flag for flag in (*_GPU_FLAGS, _HOST) if flag not in optional]
-
-
-def _value_name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")

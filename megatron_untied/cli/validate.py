@@ -1,7 +1,7 @@
-"""Whether the parts of a run fit together: pure arithmetic on the configuration and world size.
+"""Checks of a configuration as a whole: arithmetic on its values and the world size.
 
-Every rank checks the same values and finds the same, before any collective. A message says what
-was given, what must hold, and a value that works, in the flags' own names.
+Every rank checks the same values before any collective, so all ranks fail alike. A message has the
+flag and its value, the constraint, and a valid value.
 """
 
 import math
@@ -15,19 +15,22 @@ from megatron_untied.context_parallel.sequence import SequenceLayout
 
 
 def validate(config: RunConfig, world_size: int) -> None:
-    """Raises one ``ValueError`` that lists everything wrong, a line each."""
+    """Raise one ``ValueError`` that lists all problems, one per line."""
     found = list(problems(config, world_size))
     if found:
         raise ValueError("\n".join(found))
 
 
 def problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Everything that does not fit together in ``config`` on ``world_size`` ranks."""
+    """Yield a message per problem of ``config`` on ``world_size`` ranks.
+
+    Checks whose arithmetic needs valid sizes are skipped after a message about those sizes.
+    """
     yield from _ranks(config, world_size)
     wrong_model = list(model_problems(config.model))
     yield from wrong_model
     if wrong_model:
-        return
+        return  # sizes of 0 would divide below
     yield from _yarn(config.model.rotary)
     yield from _memory(config)
     yield from _tensor_parallel(config)
@@ -41,16 +44,17 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _schedule(config.schedule)
     yield from _schedule_of_checkpoint(config.checkpoint)
     if config.loop.skip_train and not config.evaluation.eval_iters:
-        yield "--skip-train only evaluates and --eval-iters is 0; give --eval-iters 1 or more"
+        yield "--skip-train only evaluates, but --eval-iters is 0; give --eval-iters 1 or more"
     yield from _optimizer(config)
 
 
 def _ranks(config: RunConfig, world_size: int) -> Iterator[str]:
+    # What remains of the world size is the data-parallel size.
     t = config.parallel.tensor_model_parallel_size
     p = config.parallel.context_parallel_size
     if world_size % (t * p):
         yield (
-            f"{world_size} ranks do not divide into tensor parallel {t} x context parallel {p}; "
+            f"{world_size} ranks are not a multiple of tensor parallel {t} x context parallel {p}; "
             f"start a multiple of {t * p} ranks, or lower --tensor-model-parallel-size or "
             "--context-parallel-size"
         )
@@ -60,7 +64,7 @@ def _yarn(rotary: RotaryConfig) -> Iterator[str]:
     if rotary.scaling == "yarn" and rotary.beta_slow >= rotary.beta_fast:
         yield (
             f"--yarn-beta-slow {rotary.beta_slow} must be below --yarn-beta-fast "
-            f"{rotary.beta_fast}; YaRN has 1 and 32"
+            f"{rotary.beta_fast}; the defaults are 1 and 32"
         )
 
 
@@ -69,12 +73,12 @@ def _memory(config: RunConfig) -> Iterator[str]:
     if offloaded > layers:
         yield (
             f"--cpu-offloading-num-layers {offloaded} is more than --num-layers {layers}; "
-            f"{layers} offloads all"
+            f"use {layers}, or all"
         )
     if config.memory.recompute_num_layers > layers:
         yield (
             f"--recompute-num-layers {config.memory.recompute_num_layers} is more than "
-            f"--num-layers {layers}; {layers} keeps the first layer's input alone"
+            f"--num-layers {layers}; use {layers} to keep the input of the first layer only"
         )
 
 
@@ -82,7 +86,7 @@ def _tensor_parallel(config: RunConfig) -> Iterator[str]:
     model, t = config.model, config.parallel.tensor_model_parallel_size
     if config.parallel.sequence_parallel and t == 1:
         yield (
-            "--sequence-parallel splits tokens over tensor-parallel ranks, and there is 1; "
+            "--sequence-parallel shards tokens over tensor-parallel ranks, but there is only 1; "
             "leave it out, or give --tensor-model-parallel-size 2"
         )
     for name, size in (
@@ -92,8 +96,8 @@ def _tensor_parallel(config: RunConfig) -> Iterator[str]:
     ):
         if size % t:
             yield (
-                f"--{name} {size} does not divide over --tensor-model-parallel-size {t}; "
-                f"{_divisor(size, t)} tensor-parallel ranks work"
+                f"--{name} {size} is not divisible by --tensor-model-parallel-size {t}; "
+                f"use {_divisor(size, t)} tensor-parallel ranks"
             )
 
 
@@ -102,8 +106,8 @@ def _hierarchical_sizes(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.cp_comm_type != "a2a+p2p":
         if sizes is not None:
             yield (
-                f"--hierarchical-context-parallel-sizes {sizes[0]} {sizes[1]} does nothing with "
-                f"--cp-comm-type {parallel.cp_comm_type}; a2a+p2p uses it"
+                f"--hierarchical-context-parallel-sizes {sizes[0]} {sizes[1]} has no effect with "
+                f"--cp-comm-type {parallel.cp_comm_type}; use it with a2a+p2p"
             )
         return
     if sizes is None:
@@ -116,7 +120,7 @@ def _hierarchical_sizes(parallel: ParallelConfig) -> Iterator[str]:
         num_ulysses = _divisor(p, sizes[0])
         yield (
             f"--hierarchical-context-parallel-sizes {sizes[0]} {sizes[1]} are {math.prod(sizes)} "
-            f"ranks and --context-parallel-size is {p}; {num_ulysses} {p // num_ulysses} works"
+            f"ranks, but --context-parallel-size is {p}; use {num_ulysses} {p // num_ulysses}"
         )
 
 
@@ -124,8 +128,8 @@ def _context_parallel(config: RunConfig) -> Iterator[str]:
     parallel, s = config.parallel, config.batch.seq_length
     if config.model.window_size is not None and parallel.cp_comm_type != "a2a":
         yield (
-            f"--window-size {config.model.window_size - 1},0 needs the whole sequence on a rank; "
-            f"--cp-comm-type {parallel.cp_comm_type} passes it on in blocks, a2a does not"
+            f"--window-size {config.model.window_size - 1},0 needs whole sequences on each rank; "
+            f"--cp-comm-type {parallel.cp_comm_type} shards it in blocks, use a2a"
         )
     p = parallel.context_parallel_size
     t = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -133,30 +137,32 @@ def _context_parallel(config: RunConfig) -> Iterator[str]:
     divisor = math.lcm(layout.divisor, p * t)
     if s % divisor:
         over = f"{p} context-parallel" + (f" x {t} sequence-parallel" if t > 1 else "")
-        blocks = " in two blocks each" if layout.num_ring > 1 else ""
+        # A causal ring gives each rank two blocks, to balance the work.
+        blocks = " with two blocks each" if layout.num_ring > 1 else ""
         yield (
-            f"--seq-length {s} does not divide over {over} ranks{blocks}; "
-            f"{_multiple(s, divisor)} does"
+            f"--seq-length {s} is not divisible over {over} ranks{blocks}; "
+            f"use {_multiple(s, divisor)}"
         )
 
 
 def _heads_per_chunk(config: RunConfig) -> Iterator[str]:
+    # u: query heads per exchange, over all ranks of a Ulysses group.
     u, num_ulysses = config.parallel.heads_per_chunk, config.parallel.num_ulysses_and_ring[0]
     if u in ("all", "auto"):
         return
     if u % num_ulysses:
         yield (
-            f"--cp-heads-per-chunk {u} is not a multiple of {num_ulysses}, the ranks that trade "
-            "sequence for heads: each attends with as many heads as the others; "
-            f"{_multiple(u, num_ulysses)} works"
+            f"--cp-heads-per-chunk {u} is not a multiple of the {num_ulysses} ranks of a Ulysses "
+            "group, which attend to equal numbers of heads; "
+            f"use {_multiple(u, num_ulysses)}"
         )
     t = config.parallel.tensor_model_parallel_size
-    heads_a_rank = config.model.num_attention_heads // t
-    most = -(-heads_a_rank // num_ulysses) * num_ulysses
+    heads_per_rank = config.model.num_attention_heads // t
+    most = -(-heads_per_rank // num_ulysses) * num_ulysses  # rounded up: ranks may idle
     if u > most:
         yield (
-            f"--cp-heads-per-chunk {u} is more than the {heads_a_rank} query heads of a "
-            f"tensor-parallel rank; {most} or all exchanges them at once"
+            f"--cp-heads-per-chunk {u} is more than the {heads_per_rank} query heads per "
+            f"tensor-parallel rank; use {most} or all for a single exchange"
         )
 
 
@@ -165,18 +171,18 @@ def _sharding(config: RunConfig) -> Iterator[str]:
     if optimization.optimizer_cpu_offload and not optimization.use_torch_fsdp2:
         yield (
             "--optimizer-cpu-offload needs --use-torch-fsdp2, whose optimizer can run on the host; "
-            "give it instead of --use-distributed-optimizer, or leave the offload out"
+            "give that instead of --use-distributed-optimizer, or leave out the offload"
         )
     if not optimization.use_torch_fsdp2:
         return
     if optimization.use_distributed_optimizer:
         yield (
-            "--use-torch-fsdp2 spreads what --use-distributed-optimizer spreads, and weights and "
+            "--use-torch-fsdp2 shards all that --use-distributed-optimizer shards, and weights and "
             "gradients too; give one of them"
         )
     if config.transformer_impl != "local":
         yield (
-            f"--use-torch-fsdp2 builds the model without memory, and --transformer-impl "
+            f"--use-torch-fsdp2 builds the model on the meta device, but --transformer-impl "
             f"{config.transformer_impl} allocates its layers; give --transformer-impl local"
         )
 
@@ -185,12 +191,12 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[str]:
     batch, parallel = config.batch, config.parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     data_parallel_size = max(1, world_size // model_ranks)
-    a_pass = batch.micro_batch_size * data_parallel_size
-    if batch.global_batch_size % a_pass:
+    one_pass = batch.micro_batch_size * data_parallel_size
+    if batch.global_batch_size % one_pass:
         yield (
             f"--global-batch-size {batch.global_batch_size} is not a multiple of "
             f"--micro-batch-size {batch.micro_batch_size} x {data_parallel_size} data-parallel "
-            f"ranks; {_multiple(batch.global_batch_size, a_pass)} is"
+            f"ranks; use {_multiple(batch.global_batch_size, one_pass)}"
         )
     if batch.seq_length > config.model.max_position_embeddings:
         yield (
@@ -205,32 +211,34 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
     for name, beta in (("1", optimization.adam_beta1), ("2", optimization.adam_beta2)):
         if beta >= 1:
             yield f"--adam-beta{name} {beta} must be below 1, such as 0.9"
+    # AdamW multiplies weights by 1 - lr * weight_decay.
     if lr * optimization.weight_decay >= 1:
         yield (
-            f"--weight-decay {optimization.weight_decay} at --lr {lr} shrinks weights beyond zero "
-            "in a step; their product must be below 1, such as with --weight-decay 0.1"
+            f"--weight-decay {optimization.weight_decay} at --lr {lr} changes the sign of weights "
+            "in a step; their product must be below 1, use --weight-decay 0.1"
         )
 
 
 def _schedule(schedule: ScheduleConfig) -> Iterator[str]:
     for name, value in (("min-lr", schedule.min_lr), ("lr-warmup-init", schedule.lr_warmup_init)):
         if value > schedule.lr:
-            yield f"--{name} {value} is above --lr {schedule.lr}; {schedule.lr / 10} is not"
+            yield f"--{name} {value} is above --lr {schedule.lr}; use {schedule.lr / 10}"
     if schedule.lr_warmup_iters >= schedule.lr_decay_iters:
         yield (
             f"--lr-warmup-iters {schedule.lr_warmup_iters} is not below --lr-decay-iters "
-            f"{schedule.lr_decay_iters} (--train-iters, unless given); "
-            f"{schedule.lr_decay_iters // 10} is"
+            f"{schedule.lr_decay_iters} (default: --train-iters); "
+            f"use {schedule.lr_decay_iters // 10}"
         )
     if schedule.lr_decay_style != "WSD":
         return
+    # Warmup and the final decay must not overlap; the constant part between them may be empty.
     annealing, available = schedule.lr_wsd_decay_iters, schedule.lr_decay_iters
     if annealing is None:
         yield f"--lr-decay-style WSD needs --lr-wsd-decay-iters, such as {max(1, available // 10)}"
     elif annealing > available - schedule.lr_warmup_iters:
         yield (
             f"--lr-wsd-decay-iters {annealing} is more than the iterations between warmup and "
-            f"--lr-decay-iters; at most {available - schedule.lr_warmup_iters} works"
+            f"--lr-decay-iters; use at most {available - schedule.lr_warmup_iters}"
         )
 
 
@@ -239,17 +247,17 @@ def _schedule_of_checkpoint(checkpoint: CheckpointConfig) -> Iterator[str]:
         return
     flag = "--use-checkpoint-opt_param-scheduler"
     if checkpoint.override_opt_param_scheduler:
-        yield f"{flag} and --override-opt_param-scheduler exclude each other; give one"
+        yield f"{flag} and --override-opt_param-scheduler cannot be combined; give one of them"
     if checkpoint.finetune or not checkpoint.load_optim:
         other = "--finetune" if checkpoint.finetune else "--no-load-optim"
-        yield f"{flag} does nothing with {other}, which starts the schedule anew; give one"
+        yield f"{flag} has no effect with {other}, which restarts the schedule; give one of them"
 
 
 def _multiple(value: int, of: int) -> int:
-    """The multiple of ``of`` that is nearest below ``value``, or ``of``."""
+    """The greatest multiple of ``of`` up to ``value``, or ``of``."""
     return max(of, value - value % of)
 
 
 def _divisor(value: int, below: int) -> int:
-    """The largest divisor of ``value`` that is not above ``below``."""
+    """The greatest divisor of ``value`` up to ``below``."""
     return next(n for n in range(below, 0, -1) if value % n == 0)

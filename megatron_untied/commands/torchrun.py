@@ -2,10 +2,10 @@
 
     python tools/torchrun.py --nproc-per-node 8 pretrain_gpt.py FLAGS
 
-Differs from torchrun in three things. A host to meet at whose name does not resolve is one line
-after half a minute. Ranks that end with an error have said why; here is one more line. And where
-the ranks finish their step on SIGTERM (--exit-signal-handler), it waits for them as long as they
-take: torchrun kills them 30 seconds after the signal, unless --shutdown-timeout is given.
+There are three differences from torchrun. A rendezvous host that does not resolve ends it with one
+line after half a minute. When ranks exit with an error, which they print themselves, it adds one
+line instead of a traceback. With --exit-signal-handler, it waits on SIGTERM until the ranks have
+finished their step; torchrun kills them after 30 seconds, unless --shutdown-timeout is given.
 """
 
 import os
@@ -22,21 +22,25 @@ from megatron_untied.commands import documentation
 from megatron_untied.platform.host_names import require_resolvable
 
 SHUTDOWN_SECONDS = int(timedelta(days=1).total_seconds())
-"""Longer than a step and a checkpoint; whoever sent the signal kills when its own patience ends."""
+"""Longer than any step and checkpoint; a scheduler sends SIGKILL earlier if it has a limit."""
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """torchrun's own environment variable."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start ranks and wait for them; the exit status."""
+    """Start the ranks and wait for them.
+
+    Returns:
+        The exit status: that of the first rank that failed, or 128 + the number of a signal.
+    """
     parser = torchrun.get_args_parser()
     parser.description, parser.formatter_class = documentation(__doc__), RawDescriptionHelpFormatter
     args = parser.parse_args(argv)
     try:
-        require_meeting_place(args)
+        require_rendezvous_host(args)
         finishes_step = "--exit-signal-handler" in args.training_script_args
         chosen = args.shutdown_timeout is not None or SHUTDOWN_TIMEOUT in os.environ  # noqa: TID251 - torchrun's
-        if finishes_step and not chosen:
+        if finishes_step and not chosen:  # a timeout of the user's own is kept
             args.shutdown_timeout = SHUTDOWN_SECONDS
         torchrun.run(args)
     except ValueError as error:
@@ -53,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def require_meeting_place(args: Namespace) -> None:
-    """Raises ``ValueError`` if the host where nodes meet does not resolve."""
+def require_rendezvous_host(args: Namespace) -> None:
+    """Raise ``ValueError`` if the rendezvous host does not resolve."""
     endpoint = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
     host, setting = (endpoint, "--rdzv-endpoint") if endpoint else (args.master_addr, "MASTER_ADDR")
     require_resolvable(host, setting, say=lambda line: print(line, file=sys.stderr))

@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen values, made once from flags and passed on."""
+"""The configuration of a run: frozen dataclasses, built once from flags and passed as arguments."""
 
 from megatron_untied.config.model import (
     MemoryConfig,

@@ -1,6 +1,6 @@
-"""What a run is made of, as values: the model, how it is split over ranks, and what it keeps.
+"""Configuration of the model, its parallelism, its activation memory and its precision.
 
-``cli/arguments.py`` builds these from Megatron's flags once; nothing behind it sees flags.
+``cli/arguments.py`` builds these from Megatron's flags. No other module sees flags.
 Letters in shapes: s tokens of the sequence, p context-parallel ranks, b micro-batch, m hidden
 size, h/g query/key-value heads, d head width, u query heads exchanged at a time.
 """
@@ -16,41 +16,41 @@ class RotaryConfig:
     """Rotary position embedding; see :mod:`megatron_untied.rope`."""
 
     base: float = 10000.0
-    """Wave length base (theta)."""
+    """Base of the wavelengths (theta)."""
     percent: float = 1.0
-    """Part of the head width that is rotated."""
+    """Fraction of the head width that is rotated."""
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     scaling_factor: float = 1.0
-    """How many times the original context the positions are stretched over."""
+    """Factor by which the context is extended."""
     original_max_positions: int = 8192
-    """Context length the unscaled model was trained at (llama3, yarn)."""
+    """Context length that the unscaled model was trained with (llama3, yarn)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    """Llama 3.1 rule: wave lengths above original/low are stretched, below original/high kept."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    """llama3: wavelengths above original / low are scaled, those below original / high are kept."""
+    beta_fast: float = 32.0  # yarn: pairs with more rotations in the original context are kept
+    beta_slow: float = 1.0  # yarn: pairs with fewer are scaled fully
     attention_factor: float | None = None
-    """YaRN: multiplies cos and sin; None is 0.1 ln(scaling_factor) + 1."""
+    """yarn: multiplies cos and sin; None is 0.1 ln(scaling_factor) + 1."""
     truncate: bool = True
-    """YaRN: round the correction range to whole dimensions."""
+    """yarn: round the correction range to whole dimensions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """The architecture: everything a checkpoint's weights depend on, nothing a run may vary."""
+    """The architecture: everything that the weights of a checkpoint depend on."""
 
     num_layers: int
-    hidden_size: int
+    hidden_size: int  # m
     ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    """Key-value heads (g); equal to ``num_attention_heads`` without grouping."""
-    kv_channels: int
-    """Head width (d); need not be hidden_size / num_attention_heads."""
+    num_attention_heads: int  # h
+    num_query_groups: int  # g
+    """Key-value heads; equal to ``num_attention_heads`` without grouping."""
+    kv_channels: int  # d
+    """Head width; may differ from hidden_size / num_attention_heads."""
     vocab_size: int
-    """Tokens of the tokenizer. The weights are padded from it, the loss never sees the padding."""
+    """Rows of the embedding before padding. The softmax of the loss excludes the padding."""
     make_vocab_size_divisible_by: int = 128
-    max_position_embeddings: int
+    max_position_embeddings: int  # a limit on s; rotary embedding has no weights for it
     swiglu: bool = True
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     norm_epsilon: float = 1e-5
@@ -60,35 +60,40 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = True
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
     window_size: int | None = None
-    """Keys a query sees, itself included; None is all before it."""
+    """Keys that a query attends to, including itself; None is no limit."""
     init_method_std: float = 0.02
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
-        """Rows of the embedding: a multiple of make_vocab_size_divisible_by on every rank."""
+        """Rows of the embedding with padding, as Megatron pads them.
+
+        Args:
+            tensor_model_parallel_size: ranks that share the rows; each gets a multiple of
+                ``make_vocab_size_divisible_by``.
+        """
         multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How tokens, heads and weights are split over ranks. Data parallelism takes what is left."""
+    """Parallel sizes; the data-parallel size is the world size divided by them."""
 
     tensor_model_parallel_size: int = 1
     sequence_parallel: bool = False
-    context_parallel_size: int = 1
+    context_parallel_size: int = 1  # p = A x P
     cp_comm_type: Literal["a2a", "p2p", "a2a+p2p"] = "a2a"
     hierarchical_context_parallel_sizes: tuple[int, int] | None = None
     """(Ulysses ranks, ring ranks), for a2a+p2p."""
     heads_per_chunk: int | Literal["all", "auto"] = "all"
-    """Query heads (u) exchanged at a time, over all Ulysses ranks; a chunk buffer is
-    s/p * b * u * d elements. "all" is one exchange, DeepSpeed-Ulysses. "auto" is decided before
-    the model is built; see :mod:`megatron_untied.planner.search`."""
+    """Query heads (u) per exchange, over all Ulysses ranks; a chunk buffer has s/p * b * u * d
+    elements. "all" is a single exchange, as in DeepSpeed-Ulysses. "auto" is chosen by the planner
+    before the model is built; see :mod:`megatron_untied.planner.search`."""
     cp_overlap: bool = True
-    """Exchange the next chunk while this one attends: a second set of chunk buffers."""
+    """Overlap the exchange of the next chunk with attention; needs a second set of buffers."""
 
     @property
     def num_ulysses_and_ring(self) -> tuple[int, int]:
-        """Ranks that trade sequence for heads (A), and ranks that trade blocks (P): p = A x P."""
+        """Sizes (A, P) of a Ulysses group and of a ring."""
         p = self.context_parallel_size
         return {"a2a": (p, 1), "p2p": (1, p)}.get(
             self.cp_comm_type, self.hierarchical_context_parallel_sizes
@@ -97,31 +102,33 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryConfig:
-    """What a step keeps for its backward, and where; see :mod:`megatron_untied.streaming`."""
+    """What is saved for backward, and where; see :mod:`megatron_untied.streaming`."""
 
     recompute_granularity: Literal["full", "selective", "auto"] | None = None
-    """None: ordinary autograd. full: keep the layer input. selective: also the attention output
-    and its log-sum-exp, so that attention runs once a step. "auto" is decided before the model is
-    built."""
+    """None: ordinary autograd. full: save the layer input. selective: also save the attention
+    output and its log-sum-exp, so attention is not recomputed. "auto" is chosen by the planner."""
     recompute_num_layers: int = 1
-    """Keep the layer input only every so many layers."""
+    """Layers per checkpoint group, of which only the first input is saved."""
     cpu_offloading_num_layers: int = 0
-    """Layers whose stash goes to the host."""
+    """Layers whose saved activations are offloaded to the host."""
     park_during_attention: bool = False
-    """Move the residual, gradient and slots to the host while attention runs."""
+    """Offload the residual, its gradient and attention outputs while attention runs."""
     sequence_tile_size: int = 8192
-    """Tokens a token-wise module sees at a time in a streamed layer."""
+    """Tokens per tile in the token-wise parts of a streamed layer."""
     loss_chunk_size: int | None = None
-    """Tokens whose logits are alive at a time; None is all of a micro-batch."""
+    """Tokens whose logits are materialized at a time; None is a whole micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """Compute in bf16 with fp32 main parameters and gradients, or everything in fp32."""
+    """bf16 compute with fp32 main parameters and gradients, or everything in fp32."""
 
     bf16: bool = False
 
     @property
     def params_dtype(self) -> torch.dtype:
-        """The dtype that weights and activations compute in."""
+        """Dtype of weights and activations in compute.
+
+        Main parameters, gradients and moments are fp32 either way.
+        """
         return torch.bfloat16 if self.bf16 else torch.float32

@@ -1,7 +1,7 @@
-"""What a training run does, as values; ``RunConfig`` is all of it.
+"""Configuration of a training run: batch, optimizer, schedule, loop, logging, and all of it.
 
-The architecture and its memory are in :mod:`megatron_untied.config`. ``arguments.py`` builds
-these from flags, ``validate.py`` checks them against each other.
+``arguments.py`` builds these from flags and ``validate.py`` checks them against each other. The
+model's part is in ``model.py``.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ AttentionBackend = Literal[
     "torch-flash",
     "cudnn",
 ]
-"""Megatron's words, or the name of one kernel."""
+"""Megatron's names, or the name of a single kernel."""
 
 ATTENTION_BACKENDS: tuple[str, ...] = get_args(AttentionBackend)
 
@@ -30,28 +30,35 @@ TransformerImpl = Literal["local", "transformer_engine"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """How many tokens one optimizer step sees, and how many of them at a time."""
+    """Sizes of the global batch and of a micro-batch."""
 
     seq_length: int
-    """Tokens of one sample (s), over all context-parallel ranks."""
+    """Tokens per sample (s), over all context-parallel ranks."""
     micro_batch_size: int
-    """Samples of one forward and backward (b)."""
+    """Samples per forward and backward (b)."""
     global_batch_size: int
-    """Samples of one optimizer step, over all data-parallel ranks and micro-batches."""
+    """Samples per optimizer step, over all data-parallel ranks and micro-batches."""
 
     def num_micro_batches(self, data_parallel_size: int) -> int:
-        """Forwards and backwards that each rank does for one optimizer step."""
+        """Micro-batches per rank in one optimizer step.
+
+        Args:
+            data_parallel_size: ranks that get different samples.
+        """
         return self.global_batch_size // (self.micro_batch_size * data_parallel_size)
 
     @property
     def tokens(self) -> int:
-        """Tokens of one optimizer step, masked ones included."""
+        """Tokens per optimizer step over all ranks.
+
+        Masked tokens are included, as in Megatron's throughput.
+        """
         return self.global_batch_size * self.seq_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizationConfig:
-    """AdamW, and how its states are spread over ranks."""
+    """AdamW, and how its states are sharded."""
 
     weight_decay: float = 0.01
     """Not applied to biases and norms."""
@@ -59,55 +66,55 @@ class OptimizationConfig:
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
-    """Largest L2 norm of the gradient of the whole model; 0 does not clip."""
+    """Maximum L2 norm of the gradient of the whole model; 0 disables clipping."""
     use_distributed_optimizer: bool = False
-    """Spread the fp32 weights and moments over the data- and context-parallel ranks: 12 bytes a
-    parameter become 12 / (ranks)."""
+    """Shard fp32 weights and moments over the data- and context-parallel ranks: 12 / ranks
+    instead of 12 bytes per parameter."""
     use_torch_fsdp2: bool = False
-    """Spread weights and gradients too: 16 / (ranks) bytes a parameter, and each layer's weights
+    """Shard weights and gradients too: 16 / ranks bytes per parameter. The weights of each layer
     are gathered for its forward and again for its backward."""
     optimizer_cpu_offload: bool = False
-    """With use_torch_fsdp2: keep those 16 bytes on the host, where AdamW runs too."""
+    """With use_torch_fsdp2: keep these 16 bytes on the host and run AdamW there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """The learning rate of every iteration: linear warmup, then one of five shapes."""
+    """Learning rate by iteration: linear warmup, then one of five decay styles."""
 
     lr: float
-    """The highest learning rate."""
+    """Peak learning rate."""
     min_lr: float = 0.0
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     lr_decay_iters: int
-    """The iteration at which ``min_lr`` is reached."""
+    """Iteration at which ``min_lr`` is reached."""
     lr_warmup_iters: int = 0
     lr_warmup_init: float = 0.0
     """Learning rate at the start of the warmup."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     lr_wsd_decay_iters: int | None = None
-    """WSD: the last so many of ``lr_decay_iters`` anneal, those before are constant."""
+    """WSD: iterations of the final decay, at the end of ``lr_decay_iters``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
-    """How often the loss on held-out samples is measured."""
+    """Interval and size of evaluations on the validation samples."""
 
     eval_interval: int = 1000
     eval_iters: int = 100
-    """Global batches of one evaluation; 0 never evaluates."""
+    """Global batches per evaluation; 0 disables evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopConfig:
-    """How long to train, and what ends it early."""
+    """Length of training, and what ends it early."""
 
     train_iters: int
     skip_train: bool = False
-    """Only evaluate."""
+    """Evaluate once and exit."""
     check_for_nan: bool = True
     """Stop at the first loss or gradient norm that is not finite."""
     exit_interval: int | None = None
-    """Save and exit at an iteration divisible by this."""
+    """Save and exit at the next multiple of this iteration."""
     exit_duration_in_mins: float | None = None
     exit_signal_handler: bool = False
     """Save and exit after the iteration during which SIGTERM or SIGHUP arrives."""
@@ -115,30 +122,30 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggingConfig:
-    """What is reported, by rank 0 alone."""
+    """Reports of rank 0."""
 
     log_interval: int = 100
     log_throughput: bool = False
-    """Add Megatron's own throughput field to the log line."""
+    """Add Megatron's throughput field to the log line."""
     tensorboard_dir: str | None = None
     wandb_project: str | None = None
     metrics_jsonl: str | None = None
     heartbeat_seconds: float = 60.0
-    """Every so many seconds of a step a line says how far it is; 0 says nothing."""
+    """Seconds between progress lines within a step; 0 disables them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistributedConfig:
-    """How ranks find and wait for each other."""
+    """Backend and timeout of collectives."""
 
     backend: Literal["nccl", "gloo"]
     timeout_minutes: float = 10.0
-    """A collective that takes longer ends the run, and so does a rank that gets no further."""
+    """A collective that takes longer ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Everything a training run depends on, except how many ranks it is given."""
+    """Everything that a training run depends on, except the world size."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -154,29 +161,35 @@ class RunConfig:
     logging: LoggingConfig
     distributed: DistributedConfig
     attention_backend: AttentionBackend = "auto"
-    """Which attention kernels may be chosen from."""
+    """Attention kernels to choose from."""
     transformer_impl: TransformerImpl = "local"
-    """Whose norms and linear layers the model is made of."""
+    """Implementation of norms and linear layers."""
     seed: int = 1234
 
     def num_samples(self, *, iteration: int, consumed_samples: int) -> tuple[int, int, int]:
-        """Training, validation and test samples of a run that begins after ``iteration``.
+        """Training, validation and test samples of the whole run.
 
-        ``consumed_samples`` before it count too: their batches may have had another size. Every
-        evaluation reads the same samples; the test documents are not used.
+        Args:
+            iteration: iterations done before this run.
+            consumed_samples: samples consumed by them, perhaps in batches of another size.
         """
+        # Consumed samples are part of the dataset: its order is drawn for the whole run.
         steps = 0 if self.loop.skip_train else max(0, self.loop.train_iters - iteration)
         train = steps and consumed_samples + steps * self.batch.global_batch_size
+        # Every evaluation reads the same samples; test documents are not used.
         return train, self.evaluation.eval_iters * self.batch.global_batch_size, 0
 
     def evaluates_after(self, iteration: int) -> bool:
-        """Whether the held-out loss is measured then: at the interval and at the end."""
+        """Whether to evaluate after ``iteration``: at the interval and at the end."""
         return self.evaluation.eval_iters > 0 and self._is_due(
             iteration, self.evaluation.eval_interval
         )
 
     def saves_after(self, iteration: int) -> bool:
-        """Whether a checkpoint is due then: at the interval and at the end."""
+        """Whether to save after ``iteration``: at the interval and at the end.
+
+        An early exit saves too; the loop decides that.
+        """
         return self._is_due(iteration, self.checkpoint.save_interval)
 
     def _is_due(self, iteration: int, interval: int | None) -> bool:

@@ -1,6 +1,6 @@
 """The megatron-core module for the ``self_attention`` slot of the standard transformer layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -138,7 +138,7 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         x = Qkv(*self.get_query_key_value_tensors(hidden_states))  # [n, b, heads, d] each
         rotary = self.context.cos_sin(sequence, x.q.device, len(x.q))
         attention = self.attention_over(sequence)
-        out = _UntiedAttention.apply(*x, rotary, self.ulysses, attention)
+        out = AttentionFunction.apply(*x, rotary, lambda: (self.ulysses, attention))
         return self.linear_proj(out.flatten(2))
 
     def attention_over(self, sequence: SequenceInfo) -> Attention:
@@ -152,22 +152,25 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         )
 
 
-class _UntiedAttention(torch.autograd.Function):
-    """q, k, v [n, b, heads, d], not yet rotated -> attention output [n, b, h, d]."""
+class AttentionFunction(torch.autograd.Function):
+    """q, k, v [n, b, heads, d], not yet rotated -> attention output [n, b, h, d]. Collective."""
 
     @staticmethod
-    def forward(ctx, q, k, v, rotary: Rotary, ulysses: UntiedUlysses, attention: Attention):
-        out, ctx.lse = attention_forward(Qkv(q, k, v), rotary, ulysses, attention)
+    def forward(
+        ctx, q, k, v, rotary: Rotary, loop: Callable[[], tuple[UntiedUlysses, Attention]]
+    ) -> Tensor:
+        """``loop`` is asked once in each pass, so that buffers need not outlive one."""
+        out, ctx.lse = attention_forward(Qkv(q, k, v), rotary, *loop())
         ctx.save_for_backward(q, k, v, out)
-        ctx.rotary, ctx.ulysses, ctx.attention = rotary, ulysses, attention
+        ctx.rotary, ctx.loop = rotary, loop
         return out
 
     @staticmethod
     def backward(ctx, d_out: Tensor):
+        """d_out [n, b, h, d] -> gradients of q, k, v."""
         *qkv, out = ctx.saved_tensors
-        y = out, ctx.lse
-        grads = attention_backward(d_out, Qkv(*qkv), y, ctx.rotary, ctx.ulysses, ctx.attention)
-        return *grads, None, None, None
+        grads = attention_backward(d_out, Qkv(*qkv), (out, ctx.lse), ctx.rotary, *ctx.loop())
+        return *grads, None, None
 
 
 def attention_forward(

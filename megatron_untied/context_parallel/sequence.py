@@ -45,9 +45,13 @@ class SequenceLayout:
         """Positions in the sequence of this rank's ``n`` tokens: int64 [n].
 
         The same tensor each time, so that what is derived from it can be kept.
+
+        Raises:
+            ValueError: if sequences cannot be cut into shards of ``n`` tokens.
         """
         key = n, str(device)
         if key not in self._positions:
+            self.check_length(n * self.size)
             self._positions[key] = self._own(n).to(device)
         return self._positions[key]
 
@@ -58,12 +62,16 @@ class SequenceLayout:
             ValueError: if the length does not divide.
         """
         s = x.shape[dim]
+        self.check_length(s)
+        return x.index_select(dim, self.positions(s // self.size, x.device))
+
+    def check_length(self, s: int) -> None:
+        """Raises ``ValueError`` if a sequence of ``s`` tokens does not divide over the ranks."""
         if s % self.divisor:
             raise ValueError(
                 f"a sequence of {s} tokens does not divide over {self.size} context-parallel "
                 f"ranks; make --seq-length a multiple of {self.divisor}."
             )
-        return x.index_select(dim, self.positions(s // self.size, x.device))
 
     def _own(self, n: int) -> Tensor:
         ring, ulysses = divmod(self.rank, self.num_ulysses)

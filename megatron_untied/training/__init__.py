@@ -1,1 +1,1 @@
-"""Flags to configuration, the training loop, and what it reports; start at ``pretrain.py``."""
+"""The trainer: the training loop, its set-up, its reports, and what ends a run; see ``loop.py``."""

@@ -1,4 +1,4 @@
-"""The console of a run: lines, and how far it is with the time that is left."""
+"""The console of a run: log lines, and a progress bar or progress lines with an ETA."""
 
 import time
 from datetime import timedelta
@@ -14,7 +14,7 @@ from rich.progress import (
 
 
 class ProgressConsole:
-    """Prints lines; on a terminal a bar stays below them, elsewhere progress is a line too."""
+    """Prints lines. A terminal also gets a bar below them, other outputs get progress lines."""
 
     def __init__(self, *, start: int, total: int, console: Console | None = None):
         self._console = console or Console()
@@ -40,15 +40,16 @@ class ProgressConsole:
         self._bar.stop()
 
     def print(self, line: str) -> None:
-        """One line as it is, flushed."""
+        """Print one line as it is, without markup, and flush."""
+        # soft_wrap: the console would otherwise break lines at 80 columns in a log file.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def advance(self, iteration: int) -> None:
-        """``iteration`` is done: moves the bar, where there is one."""
+        """Move the bar to ``iteration``; no effect without a terminal."""
         self._bar.update(self._task, completed=iteration)
 
     def report(self, iteration: int) -> None:
-        """Tell progress and ETA in a line, where there is no bar."""
+        """Print progress and ETA in a line; no effect on a terminal, which has the bar."""
         if not self._console.is_terminal:
             elapsed = time.monotonic() - self._began
             self.print(
@@ -59,7 +60,14 @@ class ProgressConsole:
 
 
 def progress_line(*, start: int, iteration: int, total: int, elapsed: float) -> str:
-    """Progress of a run from iteration ``start``; the rest is taken to go on at the same pace."""
+    """The line for a run that started at iteration ``start``, with an ETA at a constant pace.
+
+    Args:
+        start: iterations done before this run.
+        iteration: iterations done now; above ``start``.
+        total: iterations of the run.
+        elapsed: seconds since ``start``.
+    """
     eta = elapsed / (iteration - start) * (total - iteration)
     passed, left = timedelta(seconds=round(elapsed)), timedelta(seconds=round(eta))
     done = f"{iteration}/{total} ({iteration / total:.1%})"

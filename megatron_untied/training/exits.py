@@ -1,7 +1,8 @@
-"""Signals that end a run, noticed while the training thread is in a collective or a kernel.
+"""Ending a run early: on a signal, after a time, or at an interval.
 
-Python calls a signal's handler between two bytecodes of the main thread, which may be hours away.
-The C part of the handler writes the signal's number to a socket at once; a thread reads it there.
+Python calls a signal handler between two bytecodes of the main thread. During a collective or a
+kernel of a long step, that may be hours later. The C part of the handler writes the number of the
+signal to a socket at once, and a thread reads it there.
 """
 
 import json
@@ -26,20 +27,20 @@ from megatron_untied.training.initialize import Launch
 from megatron_untied.training.liveness import Heartbeat
 from megatron_untied.training.reporting import Reporter
 
-WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WATCHED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LISTEN_SECONDS = 1.0
-"""How often rank 0 asks the store whether another rank was signaled."""
+"""How often rank 0 checks the store for signals of other ranks."""
 UNWIND_SECONDS = 5.0
-"""How long the training thread may take to leave on its own, closing its files."""
+"""How long the training thread may take to unwind and close its files before ``os._exit``."""
 
 
 class SignalWatch:
-    """Watches SIGINT, SIGTERM and SIGHUP while it is entered, in the main thread.
+    """Handles SIGINT, SIGTERM and SIGHUP while the context is entered, in the main thread.
 
-    A signal ends this process with status 128 + its number and one line from the first rank that
-    has it. With ``announce``, SIGTERM and SIGHUP do not: they are kept in :attr:`postponed`, and
-    rank 0 announces the first of them, whichever rank has it. A signal that the process was started
-    to ignore stays ignored.
+    By default a signal ends this process with status 128 + its number, and the first rank that
+    receives it prints one line. With ``announce``, SIGTERM and SIGHUP are stored in
+    :attr:`postponed` instead, and rank 0 announces the first of them on any rank. A signal that was
+    ignored when the process started stays ignored.
     """
 
     def __init__(
@@ -50,27 +51,29 @@ class SignalWatch:
         advice: Callable[[], str],
         announce: Callable[[str], None] | None = None,
     ):
-        """What ranks tell each other goes through ``store``.
+        """Prepare the handlers.
 
         Args:
-            store: shared by all ranks; this connection is used by no other thread.
-            rank: this one.
-            advice: what follows "SIGINT received on rank 0: exiting now; ".
-            announce: is given "SIGTERM received on rank 1" on rank 0, in another thread.
+            store: shared by all ranks. This connection must not be used by another thread.
+            rank: of this process.
+            advice: returns the text after "SIGINT received on rank 0: exiting now; ".
+            announce: called on rank 0, in another thread, with "SIGTERM received on rank 1".
         """
         self._store, self._rank = store, rank
         self._advice, self._announce = advice, announce
+        # SIGINT is never postponed: at a terminal, a step of hours is too long to wait for.
+        self._postponable = () if announce is None else (signal.SIGTERM, signal.SIGHUP)
         self._announced = False
-        self._ending = 0  # number of the signal
+        self._ending = 0  # number of the signal that ends this process
         self.postponed = 0
-        """Number of the signal that waits for the end of the step; 0 for none."""
+        """Number of the signal that takes effect at the end of the step; 0 for none."""
 
     def __enter__(self) -> "SignalWatch":
         self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
+        self._writer.setblocking(False)  # required by set_wakeup_fd
         self._fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        heeded = [number for number in WATCHED if signal.getsignal(number) != signal.SIG_IGN]
-        self._previous = {number: signal.signal(number, self._on_signal) for number in heeded}
+        handled = [n for n in WATCHED_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._on_signal) for number in handled}
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
         self._thread.start()
@@ -78,23 +81,20 @@ class SignalWatch:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._left.set()
-        if not self._ending:  # otherwise a second signal would interrupt the end with a traceback
+        if not self._ending:  # otherwise a second signal would interrupt the exit with a traceback
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd)
-        # Forked processes hold copies of the socket, so closing it would not end the thread.
+        # Forked data workers hold copies of the socket, so closing it would not end the thread.
         self._writer.shutdown(socket.SHUT_WR)
         self._thread.join()
         self._writer.close()
         self._reader.close()
-        if self._ending:  # whatever became of the handler's SystemExit on its way
+        if self._ending:  # the handler's SystemExit may have been replaced by another exception
             raise SystemExit(128 + self._ending) from error
 
-    def _postpones(self, number: int) -> bool:
-        return self._announce is not None and number != signal.SIGINT
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._postpones(number):
+        if number in self._postponable:
             self.postponed = number
         elif not self._ending:
             self._ending = number
@@ -104,93 +104,96 @@ class SignalWatch:
         while True:
             listens = self._rank == 0 and self._announce is not None and not self._announced
             ready, _, _ = select([self._reader], [], [], LISTEN_SECONDS if listens else None)
-            numbers = self._reader.recv(64) if ready else b""
-            if ready and not numbers:
+            numbers = self._reader.recv(64) if ready else b""  # one byte per signal
+            if ready and not numbers:  # the writer was shut down
                 return
             for number in sorted(set(numbers) & set(self._previous)):
-                self._notice(number)
+                self._handle(number)
             if listens:
-                self._listen()
+                self._announce_of_any_rank()
 
-    def _notice(self, number: int) -> None:
-        if self._postpones(number):
+    def _handle(self, number: int) -> None:
+        if number in self._postponable:
             self.postponed = number
             self._first("postponed", number)
             return
-        if self._first("heeded", number) == [number, self._rank]:
+        if self._first("immediate", number) == [number, self._rank]:
             name = signal.Signals(number).name
             sys.stderr.write(
                 f"{name} received on rank {self._rank}: exiting now; {self._advice()}\n"
             )
             sys.stderr.flush()
+        # The main thread may be in C++ code, where the handler's SystemExit cannot reach it.
         if not self._left.wait(UNWIND_SECONDS):
             sys.stdout.flush()
             os._exit(128 + number)
 
     def _first(self, kind: str, number: int) -> list[int]:
-        """The first signal of this kind on any rank, and that rank; this one where there is none.
-
-        A rank that has lost the store speaks for itself.
-        """
+        """Number and rank of the first signal of ``kind`` on any rank, recording this one."""
         mine = [number, self._rank]
         try:
+            # Atomic, so exactly one rank is the first.
             return json.loads(self._store.compare_set(f"first {kind}", "", json.dumps(mine)))
-        except dist.DistError:
+        except dist.DistError:  # without the store, each rank prints its own signal
             return mine
 
-    def _listen(self) -> None:
+    def _announce_of_any_rank(self) -> None:
         try:
             if not self._store.check(["first postponed"]):
                 return
             number, rank = json.loads(self._store.get("first postponed"))
-        except dist.DistError:  # its host is gone, which the next collective finds out as well
+        except dist.DistError:  # the store's host has exited; the next collective reports that
             return
         self._announced = True
         self._announce(f"{signal.Signals(number).name} received on rank {rank}")
 
 
 class EarlyExit:
-    """Looks at the clock and at postponed signals."""
+    """Decides after each iteration whether the run ends early, alike on all ranks."""
 
     def __init__(self, loop: LoopConfig, signals: SignalWatch):
         self._loop, self._signals = loop, signals
         self._began = time.monotonic()
 
     def signal(self) -> str | None:
-        """The signal that any rank has postponed, or None; collective over all ranks."""
+        """Name of the signal that is postponed on any rank, or None; collective over all ranks."""
         if not self._loop.exit_signal_handler:
             return None
-        number = _most(self._signals.postponed)
+        number = _max_over_ranks(self._signals.postponed)
         return signal.Signals(number).name if number else None
 
     def reason(self, iteration: int) -> str | None:
-        """Why to end after ``iteration``, or None to go on; collective over all ranks."""
+        """Reason to exit after ``iteration``, or None to continue; collective over all ranks."""
         if name := self.signal():
             return name
         limit, interval = self._loop.exit_duration_in_mins, self._loop.exit_interval
         minutes = (time.monotonic() - self._began) / 60
-        if limit is not None and _most(minutes > limit):  # clocks differ
+        if limit is not None and _max_over_ranks(minutes > limit):  # clocks of ranks differ
             return f"--exit-duration-in-mins {limit:g}"
         if interval is not None and iteration % interval == 0:
             return f"--exit-interval {interval}"
         return None
 
 
-def _most(number: int) -> int:
-    """The greatest ``number`` of all ranks; collective."""
-    most = torch.tensor(int(number), device=device.current_device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
+def _max_over_ranks(number: int) -> int:
+    """The greatest ``number`` of all ranks; collective over them."""
+    greatest = torch.tensor(int(number), device=device.current_device())
+    dist.all_reduce(greatest, op=dist.ReduceOp.MAX)
+    return int(greatest)
 
 
 def watch_training(
     config: RunConfig, store: dist.Store, launch: Launch, report: Reporter, heartbeat: Heartbeat
 ) -> SignalWatch:
-    """The watch over a training loop; with ``--exit-signal-handler`` signals wait for its step."""
+    """The signal handlers of a training loop.
+
+    With ``--exit-signal-handler``, SIGTERM and SIGHUP take effect at the end of the step, and rank
+    0 prints at once what happens next and how long the step still takes.
+    """
 
     def announce(signaled: str) -> None:
-        place, time_left = heartbeat.time_left()
-        report.say(f"{signaled}: {what_follows(place, config.checkpoint.save, time_left)}")
+        position, time_left = heartbeat.time_left()
+        report.say(f"{signaled}: {what_follows(position, config.checkpoint.save, time_left)}")
 
     return SignalWatch(
         store,
@@ -200,18 +203,18 @@ def watch_training(
     )
 
 
-def what_follows(place: StepPosition, save: str | None, time_left: timedelta | None) -> str:
-    """What a postponed signal leads to and when, for a run that is at ``place``.
+def what_follows(position: StepPosition, save: str | None, time_left: timedelta | None) -> str:
+    """Text on what happens after a postponed signal, and when.
 
     Args:
-        place: where this rank is.
-        save: the folder of checkpoints, if there is one.
-        time_left: of the step, if it can be told.
+        position: of this rank.
+        save: folder of checkpoints, if any.
+        time_left: estimated time to the end of the step, if known.
     """
-    if place.step == StepPosition().step:
+    if position.step == StepPosition().step:
         return "exiting before the first iteration"
     then = "then exiting"
-    if not place.step.startswith("checkpoint"):
+    if not position.step.startswith("checkpoint"):
         then = f"then saving to {save} and exiting" if save else "then exiting without --save"
-    left = f"; about {time_left} left in it" if time_left is not None else ""
-    return f"finishing {place.step}, {then}{left}"
+    left = f"; about {time_left} left" if time_left is not None else ""
+    return f"finishing {position.step}, {then}{left}"

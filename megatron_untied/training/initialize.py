@@ -1,4 +1,4 @@
-"""From a process that torchrun started to process groups and seeds."""
+"""From a process started by torchrun to process groups and seeds; and one-line errors."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ LARGEST_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What the launcher told this process."""
+    """Rank and world size, as passed by the launcher."""
 
     rank: int = 0
     world_size: int = 1
@@ -28,29 +28,28 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """What torchrun said; a process started by hand is the only one.
+    """Read torchrun's environment variables; without them the process is the only rank.
 
     Raises:
-        UserError: a variable is missing, as where a scheduler sets RANK for a whole node, or has a
-            value that cannot be.
+        UserError: a variable is missing or invalid, such as where a scheduler sets RANK per node.
     """
-    environment = os.environ  # noqa: TID251 - torchrun tells a process its rank in no other way
+    environment = os.environ  # noqa: TID251 - torchrun passes them in no other way
     if "RANK" not in environment:
         return Launch()
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
     if environment.get("WORLD_SIZE") != "1":
         names += ["MASTER_ADDR", "MASTER_PORT"]
-    told = {name: environment.get(name, "") for name in names}
+    values = {name: environment.get(name, "") for name in names}
     try:
-        rank, world_size, local_rank = (int(told[name]) for name in names[:3])
-        possible = 0 <= rank < world_size and 0 <= local_rank and all(told.values())
-        possible = possible and 0 <= int(told.get("MASTER_PORT", 0)) <= LARGEST_PORT
+        rank, world_size, local_rank = (int(values[name]) for name in names[:3])
+        is_valid = 0 <= rank < world_size and 0 <= local_rank and all(values.values())
+        is_valid = is_valid and 0 <= int(values.get("MASTER_PORT", 0)) <= LARGEST_PORT
     except ValueError:
-        possible = False
-    if not possible:
-        said = ", ".join(f"{name} {value or 'not set'}" for name, value in told.items())
+        is_valid = False
+    if not is_valid:
+        listed = ", ".join(f"{name} {value or 'not set'}" for name, value in values.items())
         raise UserError(
-            f"error: the environment gives this process no rank: {said}. Start ranks with "
+            f"error: the environment gives this process no rank: {listed}. Start ranks with "
             "torchrun, which sets these; for a single rank without it, unset RANK"
         )
     return Launch(rank=rank, world_size=world_size, local_rank=local_rank)
@@ -59,36 +58,34 @@ def read_launch() -> Launch:
 def initialize(
     config: RunConfig, launch: Launch, store: dist.Store | None = None
 ) -> ProcessGroupCollection:
-    """Join the other ranks, split them into groups and seed every generator.
+    """Create the process group of all ranks, split it into groups, and seed all generators.
 
-    Collective over all ranks, which have met in ``store``. A process group that exists already is
-    used as it is.
+    Collective over all ranks.
+
+    Args:
+        config: the whole run.
+        launch: this rank.
+        store: shared by all ranks; not used if a process group exists already.
     """
-    device.select_device(launch.local_rank)
+    device.select_device(launch.local_rank)  # before nccl, which binds to the current device
     if not dist.is_initialized():
-        join(config.distributed, launch, store)
+        dist.init_process_group(
+            config.distributed.backend,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(minutes=config.distributed.timeout_minutes),
+            store=store,
+        )
     groups = make_groups(config.parallel, config.distributed)
-    seed_generators(config.seed)
+    seed_generators(config.seed)  # after the groups: tensor-parallel ranks get different seeds
     return groups
 
 
-def join(distributed: DistributedConfig, launch: Launch, store: dist.Store) -> None:
-    """Make the process group of all ranks; collective over them."""
-    dist.init_process_group(
-        distributed.backend,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timedelta(minutes=distributed.timeout_minutes),
-        store=store,
-    )
-
-
 def make_groups(parallel: ParallelConfig, distributed: DistributedConfig) -> ProcessGroupCollection:
-    """The groups of tensor, context and data parallelism; collective over all ranks.
+    """Create the tensor-, context- and data-parallel groups; collective over all ranks.
 
-    Neighboring ranks share a tensor-parallel group, then a context-parallel one, and in that the
-    ranks that trade sequence for heads before those of a ring, so that the groups that exchange
-    most sit closest.
+    The groups that communicate most get neighboring ranks: tensor parallelism first, then within
+    context parallelism the Ulysses groups, then the rings, and data parallelism last.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -101,15 +98,15 @@ def make_groups(parallel: ParallelConfig, distributed: DistributedConfig) -> Pro
 
 
 class UserError(SystemExit):
-    """A user's mistake that one line explains; the line is its ``code``."""
+    """An error of the user, whose message of one line is the exception's ``code``."""
 
 
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Ends the process with a message instead of a traceback from every rank.
+    """Turn errors of the user into :class:`UserError`: one line instead of a traceback per rank.
 
-    For places where a ``ValueError``, a file that is missing or cannot be used, a missing optional
-    package or a loss that is not finite is due to what the user chose.
+    Use it only around code where a ``ValueError``, an ``OSError``, a missing package or a loss that
+    is not finite results from flags or files. Elsewhere these are bugs and keep their traceback.
     """
     try:
         yield

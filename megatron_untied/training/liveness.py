@@ -1,4 +1,8 @@
-"""Where every rank is, told to the others: who is it that they wait for?"""
+"""Liveness of ranks: a heartbeat per step, and a diagnosis of which rank a collective waits for.
+
+Each rank publishes its position in the store that all ranks share. When a collective hangs or
+fails, the positions tell which ranks did not arrive, and in which layer and chunk they stopped.
+"""
 
 import json
 import math
@@ -17,107 +21,123 @@ from megatron_untied.platform import device
 from megatron_untied.step_progress import StepPosition, StepProgress
 from megatron_untied.training.initialize import Launch
 
-SHOWN = 8
+MAX_LISTED_RANKS = 8
+
+LONGEST_PAUSE_SECONDS = 10.0
+"""Longest time between two beats of a heartbeat."""
+
+STALL_WARNING_FRACTION = 0.9
+"""Fraction of the collective timeout without progress after which a rank prints a warning. nccl
+aborts the process when the whole timeout has passed, so it cannot be printed then."""
+
+GLOO_FAILURE_WORDS = ("gloo", "timed out", "timeout", "connection", "broken pipe")
+"""gloo raises a plain RuntimeError; one of these words is in its message."""
 
 
 @dataclass(slots=True)
-class Whereabouts:
-    """The place of every rank, in the store that they share."""
+class PeerProgress:
+    """Positions of all ranks, exchanged through their store."""
 
     store: dist.Store
     rank: int
     world_size: int
-    _told: StepPosition | None = None
-    _heard: dict[int, StepPosition] = field(default_factory=dict)
+    _published: StepPosition | None = None
+    _collected: dict[int, StepPosition] = field(default_factory=dict)
 
-    def tell(self, place: StepPosition) -> None:
-        """Let the others know; costs one message to the store, and none if nothing is new."""
-        if place == self._told or self.world_size == 1:
+    def publish(self, position: StepPosition) -> None:
+        """Make ``position`` visible to the other ranks: one store message if it has changed."""
+        if position == self._published or self.world_size == 1:
             return
         try:
-            self.store.set(f"place of {self.rank}", json.dumps(asdict(place)))
-        except dist.DistError:  # its host is gone, which the next collective finds out as well
+            self.store.set(f"position of {self.rank}", json.dumps(asdict(position)))
+        except dist.DistError:  # the store's host has exited; the next collective reports that
             return
-        self._told = place
+        self._published = position
 
-    def ask(self) -> dict[int, StepPosition]:
-        """Every rank's last place; a rank that has told none is left out.
+    def collect(self) -> dict[int, StepPosition]:
+        """Last published position by rank, without ranks that have published none.
 
-        Once the store is gone it is what was heard before.
+        If the store is gone, the positions of the last successful call.
         """
-        keys = {rank: f"place of {rank}" for rank in range(self.world_size)}
         try:
-            there = {rank: key for rank, key in keys.items() if self.store.check([key])}
-            for rank, key in there.items():
-                self._heard[rank] = StepPosition(**json.loads(self.store.get(key)))
+            for rank in range(self.world_size):
+                key = f"position of {rank}"
+                # check() first: get() would block until the key exists.
+                if self.store.check([key]):
+                    self._collected[rank] = StepPosition(**json.loads(self.store.get(key)))
         except dist.DistError:
             pass
-        return self._heard
+        return self._collected
 
-    def explain(self, here: StepPosition) -> str:
-        """Which ranks have not come as far as this one, or as far as the others."""
-        places = self.ask() | {self.rank: here}
-        first = min(place.order for place in places.values())
-        late = [rank for rank, place in places.items() if place.order == first]
-        unheard = [rank for rank in range(self.world_size) if rank not in places]
-        me = f"rank {self.rank}, which tells this, is at {here}"
-        if unheard:
-            me += f"; nothing is known of {listed_ranks(unheard)}"
-        if self.rank not in late:
-            return f"{listed_ranks(late)} did not arrive, {_last(late, places)}; {me}"
-        if len(late) < len(places):
-            ahead = max(places, key=lambda rank: places[rank].order)
-            return f"{listed_ranks(late)} came late; {me}; {_last([ahead], places)}"
-        if len(places) > 1:
-            me = f"{listed_ranks(late)} came equally far; {me}"
-        return me
+    def diagnose(self, here: StepPosition) -> str:
+        """One sentence: the ranks that are behind this rank, or behind the others.
 
-
-def _last(ranks: list[int], places: dict[int, StepPosition]) -> str:
-    """Where some ranks were when they last told, each place once."""
-    at: dict[str, list[int]] = {}
-    for rank in ranks:
-        at.setdefault(str(places[rank]), []).append(rank)
-    return "; ".join(f"{listed_ranks(its)} last at {place}" for place, its in at.items())
+        Args:
+            here: position of this rank, which may not be published yet.
+        """
+        positions = self.collect() | {self.rank: here}
+        # This rank's position is newer than the one it has published.
+        first = min(position.order for position in positions.values())
+        behind = [rank for rank, position in positions.items() if position.order == first]
+        silent = [rank for rank in range(self.world_size) if rank not in positions]
+        report = f"reported by rank {self.rank} at {here}"
+        if silent:
+            report += f"; no report from {listed_ranks(silent)}"
+        if self.rank not in behind:
+            ranks_at: dict[str, list[int]] = {}
+            for rank in behind:
+                ranks_at.setdefault(str(positions[rank]), []).append(rank)
+            last = "; ".join(f"{listed_ranks(r)} last at {at}" for at, r in ranks_at.items())
+            return f"{listed_ranks(behind)} did not arrive, {last}; {report}"
+        be = "is" if len(behind) == 1 else "are"
+        if len(behind) < len(positions):
+            ahead = max(positions, key=lambda rank: positions[rank].order)
+            last = f"{listed_ranks([ahead])} last at {positions[ahead]}"
+            return f"{listed_ranks(behind)} {be} behind; {report}; {last}"
+        if len(positions) > 1:
+            return f"{listed_ranks(behind)} {be} at the same point; {report}"
+        return report
 
 
 def listed_ranks(ranks: list[int]) -> str:
-    """In words; the first few of many."""
-    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:SHOWN]))}{more}"
-
-
-LONGEST_PAUSE_SECONDS = 10.0
-STALLED = 0.9
-"""Of the timeout without progress a rank speaks up: nccl ends the process when it is over."""
-
-GLOO_SAYS = ("gloo", "timed out", "timeout", "connection", "broken pipe")
+    """Such as "rank 3" or "ranks 0, 1"; at most ``MAX_LISTED_RANKS`` of them by number."""
+    hidden = len(ranks) - MAX_LISTED_RANKS
+    numbers = ", ".join(map(str, ranks[:MAX_LISTED_RANKS]))
+    return f"rank{'s' * (len(ranks) > 1)} {numbers}" + (f" and {hidden} more" if hidden > 0 else "")
 
 
 class Heartbeat:
-    """Beats while it is entered. It reads what training has marked, and makes it wait for nothing.
+    """A thread that reports progress while the context is entered; it never delays training.
 
-    Rank 0 says how far a step is, every rank tells the others where it is. Where a collective
-    fails for another rank's sake, leaving it raises ``SystemExit`` with the ranks that are missing.
+    Rank 0 prints how far a long step is. Every rank publishes its position. If the body fails in a
+    collective, leaving the context raises ``SystemExit`` with the ranks that did not arrive.
     """
 
     def __init__(
         self,
         progress: StepProgress,
-        whereabouts: Whereabouts,
+        peers: PeerProgress,
         *,
         say: Callable[[str], None],
         every_seconds: float,
         timeout_seconds: float,
     ):
-        """``say`` prints a line on rank 0; ``every_seconds`` 0 never calls it."""
-        self._progress, self._whereabouts, self._say = progress, whereabouts, say
+        """Prepare the thread.
+
+        Args:
+            progress: marks of the training thread.
+            peers: through which positions are exchanged.
+            say: prints a line on rank 0.
+            every_seconds: time between two lines in a step; 0 prints none.
+            timeout_seconds: timeout of a collective.
+        """
+        self._progress, self._peers, self._say = progress, peers, say
         self._every, self._timeout = every_seconds, timeout_seconds
-        most = LONGEST_PAUSE_SECONDS
-        self._pause = min(most, timeout_seconds / 10, every_seconds or most)
-        self._said = self._moved = time.monotonic()
+        longest = LONGEST_PAUSE_SECONDS
+        self._pause = min(longest, timeout_seconds / 10, every_seconds or longest)
+        self._line_printed = self._moved = time.monotonic()
         self._seen: StepPosition | None = None
-        self._device = device.current_device()
+        self._device = device.current_device()  # the current device is per thread
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -127,19 +147,19 @@ class Heartbeat:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and is_failed_collective(error):
-            time.sleep(2 * self._pause)  # until the others have told where they are
-            explanation, reason = self._explanation(), str(error).strip().partition("\n")[0]
-            if self._whereabouts.rank == 0:  # the others may be asking a store that it is host of
+            time.sleep(2 * self._pause)  # until the other ranks have published their positions
+            diagnosis, reason = self._diagnosis(), str(error).strip().partition("\n")[0]
+            if self._peers.rank == 0:  # may host the store, which other ranks may still be reading
                 time.sleep(2 * self._pause)
-            raise SystemExit(f"error: {explanation} ({reason})") from error
+            raise SystemExit(f"error: {diagnosis} ({reason})") from error
         self._stop.set()
         self._thread.join()
 
     def time_left(self) -> tuple[StepPosition, timedelta | None]:
-        """Where this rank is, and what its step still takes; for any thread."""
+        """Position of this rank and the estimated time to the end of its step; for any thread."""
         device.use_in_this_thread(self._device)
-        place = self._progress.last_completed()
-        return place, time_left(place, time.monotonic() - self._progress.began)
+        position = self._progress.last_completed()
+        return position, time_left(position, time.monotonic() - self._progress.began)
 
     def _run(self) -> None:
         device.use_in_this_thread(self._device)
@@ -147,62 +167,68 @@ class Heartbeat:
             self._beat(time.monotonic())
 
     def _beat(self, now: float) -> None:
-        place, began = self._progress.last_completed(), self._progress.began
-        self._whereabouts.tell(place)
-        if self._every and now - max(self._said, began) >= self._every:
-            self._say(heartbeat_line(place, now - began))
-            self._said = now
-        if place != self._seen:
-            self._seen, self._moved = place, now
-        elif now - self._moved >= STALLED * self._timeout:
-            self._moved = math.inf  # it is said once
-            sys.stderr.write(f"warning: {self._explanation()}\n")
+        position, began = self._progress.last_completed(), self._progress.began
+        self._peers.publish(position)
+        # Nothing in the first interval of a step: short steps print no heartbeat at all.
+        if self._every and now - max(self._line_printed, began) >= self._every:
+            self._say(heartbeat_line(position, now - began))
+            self._line_printed = now
+        if position != self._seen:
+            self._seen, self._moved = position, now
+        elif now - self._moved >= STALL_WARNING_FRACTION * self._timeout:
+            self._moved = math.inf  # one warning per stall
+            sys.stderr.write(f"warning: {self._diagnosis()}\n")
 
-    def _explanation(self) -> str:
+    def _diagnosis(self) -> str:
         return (
-            f"{self._whereabouts.explain(self._progress.last_completed())}. A collective may take "
-            f"{timedelta(seconds=self._timeout)}; --distributed-timeout-minutes changes that"
+            f"{self._peers.diagnose(self._progress.last_completed())}. The timeout of a collective "
+            f"is {timedelta(seconds=self._timeout)}; set --distributed-timeout-minutes to change it"
         )
 
 
 def heartbeat_of_setup(
     phase: Phase, config: RunConfig, launch: Launch, store: dist.Store
 ) -> Heartbeat:
-    """A heartbeat for what takes long before the first step, such as building datasets."""
+    """A heartbeat for a long activity before the first step, such as building datasets."""
     progress = StepProgress()
     progress.begin("start", phase=phase)
 
-    def say(line: str) -> None:
+    def say(line: str) -> None:  # the console of the run does not exist yet
         if launch.rank == 0:
             sys.stdout.write(f" {line}\n")
             sys.stdout.flush()
 
     return Heartbeat(
         progress,
-        # Steps count their marks anew.
-        Whereabouts(dist.PrefixStore(phase, store.clone()), launch.rank, launch.world_size),
+        # Keys of its own: marks of the steps start again at 0 and would be behind these.
+        PeerProgress(dist.PrefixStore(phase, store.clone()), launch.rank, launch.world_size),
         say=say,
         every_seconds=config.logging.heartbeat_seconds,
         timeout_seconds=config.distributed.timeout_minutes * 60,
     )
 
 
-def heartbeat_line(place: StepPosition, elapsed: float) -> str:
-    """How far a step is; what is left of its attention is taken to go on at the same pace."""
-    passed, left = timedelta(seconds=round(elapsed)), time_left(place, elapsed)
+def heartbeat_line(position: StepPosition, elapsed: float) -> str:
+    """The line for a step that has taken ``elapsed`` seconds so far."""
+    passed, left = timedelta(seconds=round(elapsed)), time_left(position, elapsed)
     eta = "unknown" if left is None else left
-    return f"heartbeat: {place} | {place.fraction:.1%} | elapsed: {passed} | ETA: {eta} |"
+    return f"heartbeat: {position} | {position.fraction:.1%} | elapsed: {passed} | ETA: {eta} |"
 
 
-def time_left(place: StepPosition, elapsed: float) -> timedelta | None:
-    """What is left of a step after ``elapsed`` seconds; None while no attention is done."""
-    if not 0 < place.fraction <= 1:
+def time_left(position: StepPosition, elapsed: float) -> timedelta | None:
+    """Estimated time to the end of a step after ``elapsed`` seconds, at a constant pace.
+
+    None before any attention is done.
+    """
+    if not 0 < position.fraction <= 1:
         return None
-    return timedelta(seconds=round(elapsed / place.fraction * (1 - place.fraction)))
+    return timedelta(seconds=round(elapsed / position.fraction * (1 - position.fraction)))
 
 
 def is_failed_collective(error: BaseException) -> bool:
-    """Whether a rank was left alone by others; gloo has no exception of its own."""
-    said = str(error).lower()
-    from_gloo = type(error) is RuntimeError and any(words in said for words in GLOO_SAYS)
-    return from_gloo or isinstance(error, dist.DistError)
+    """Whether ``error`` is a collective that failed because of another rank."""
+    if isinstance(error, dist.DistError):
+        return True
+    # The exact type: torch.OutOfMemoryError is a RuntimeError too, and is this rank's own fault.
+    message = str(error).lower()
+    return type(error) is RuntimeError and any(word in message for word in GLOO_FAILURE_WORDS)

@@ -1,11 +1,15 @@
-"""Ranks before they have a process group: where they meet, and whether they want the same."""
+"""Rendezvous of ranks before they have a process group, and the check that their flags agree.
+
+Everything here goes through the key-value store of the launcher. A process group would need a
+timeout, a device and a backend, which come from flags that may differ between ranks.
+"""
 
 import functools
 import json
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -14,20 +18,20 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_untied.checkpoint.collective_errors import Gather
-from megatron_untied.checkpoint.compatibility import name_of_setting
+from megatron_untied.config.flag_names import flag_of
 from megatron_untied.config.run import RunConfig
 from megatron_untied.platform.host_names import require_resolvable
 from megatron_untied.training.initialize import Launch
 from megatron_untied.training.liveness import listed_ranks
 
-LATECOMERS = timedelta(minutes=10)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 """Nodes may start their ranks minutes apart."""
 
-OF_A_RANK_ALONE = ("logging.", "data.num_workers", "data.data_cache_path")
-"""What may differ: rank 0 alone writes logs, and a node prepares samples with the cores it has and
-keeps their indices where it can."""
+RANK_LOCAL_FIELDS = ("logging.", "data.num_workers", "data.data_cache_path")
+"""Prefixes of fields that may differ between ranks: only rank 0 writes logs, and nodes may have
+different numbers of cores for data workers and different paths of the sample index cache."""
 
-DERIVED = (
+DERIVED_FIELDS = (
     "model.max_position_embeddings",
     "model.ffn_hidden_size",
     "model.kv_channels",
@@ -35,47 +39,40 @@ DERIVED = (
     "schedule.lr_decay_iters",
     "distributed.timeout_minutes",
 )
-"""What follows from other flags where it is not given: no news beside one of those."""
+"""Fields whose default depends on other flags; listed only if nothing else differs."""
 
 Fields = dict[str, Any]
-
-
-_FLAGS = {
-    "check_for_nan": "--no-check-for-nan-in-loss-and-grad",
-    "cp_overlap": "--no-cp-overlap",
-    "heads_per_chunk": "--cp-heads-per-chunk",
-    "backend": "--distributed-backend",
-    "timeout_minutes": "--distributed-timeout-minutes",
-}
-"""Flags of fields that are not spelled as their field is."""
+"""Values by path, such as ``batch.seq_length``."""
 
 
 def open_store(launch: Launch) -> dist.Store:
-    """Keys and values that all ranks of this run see, and no other run.
+    """A key-value store shared by all ranks of this run and by no other run.
 
     Raises:
-        ValueError: the name of the host where ranks meet does not resolve.
+        ValueError: the name of the rendezvous host does not resolve.
     """
     initialized = dist.is_initialized()
-    store = dist.distributed_c10d._get_default_store() if initialized else _meet(launch)
-    # Several runs of one process group use one store; each rank counts them alike.
+    store = dist.distributed_c10d._get_default_store() if initialized else _connect(launch)
+    # Several runs may use one store in turn. All ranks count them in the same order.
     run = store.add(f"runs of rank {launch.rank}", 1)
     return dist.PrefixStore(f"run {run}", store)
 
 
-@functools.cache  # its host listens at one port, once
-def _meet(launch: Launch) -> dist.Store:
+@functools.cache  # the store's host can bind its port only once per process
+def _connect(launch: Launch) -> dist.Store:
     if launch.world_size == 1:
         return dist.HashStore()
-    host = os.environ["MASTER_ADDR"]  # noqa: TID251 - torchrun tells it in no other way
+    host = os.environ["MASTER_ADDR"]  # noqa: TID251 - torchrun passes it in no other way
     say = sys.stderr.write if launch.local_rank == 0 else len
     require_resolvable(host, "MASTER_ADDR", say=lambda line: say(f"{line}\n"))
-    store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=LATECOMERS))
+    store, _, _ = next(
+        rendezvous("env://", launch.rank, launch.world_size, timeout=RENDEZVOUS_TIMEOUT)
+    )
     return store
 
 
 def require_on_first_rank(check: Callable[[], None], launch: Launch, store: dist.Store) -> None:
-    """Call ``check`` on rank 0; raises on every rank the ``ValueError`` that it raised there."""
+    """Call ``check`` on rank 0; if it raises ``ValueError``, raise it on every rank."""
     if launch.rank == 0:
         message = ""
         try:
@@ -84,15 +81,15 @@ def require_on_first_rank(check: Callable[[], None], launch: Launch, store: dist
             message = str(error)
         store.set("found by rank 0", message)
     if message := store.get("found by rank 0").decode():
-        _wait_until_all_know(store, launch)
+        _barrier(store, "read the error of rank 0", launch)
         raise ValueError(message)
 
 
 def require_same_config(config: RunConfig, launch: Launch, store: dist.Store) -> None:
     """Check that all ranks were started with the same flags; waits for all of them.
 
-    Before any collective: ranks that disagree about sizes or groups would wait for each other, or
-    worse, not notice.
+    This comes before any collective. Ranks with different sizes or groups would wait for each other
+    until the timeout, or train silently on different settings.
 
     Raises:
         ValueError: on every rank, with the flags that differ, their values and the ranks.
@@ -100,51 +97,50 @@ def require_same_config(config: RunConfig, launch: Launch, store: dist.Store) ->
     mine = _fields(config)
     if launch.rank == 0:
         store.set("config", json.dumps(mine))
-    first = json.loads(store.get("config"))
+    first = json.loads(store.get("config"))  # blocks until rank 0 has set it
     differing = {name: mine.get(name) for name in first | mine if mine.get(name) != first.get(name)}
     if differing:
-        number = store.add("ranks that differ", 1)
+        number = store.add("ranks that differ", 1)  # atomic, so each report has its own key
         store.set(f"difference {number}", json.dumps([launch.rank, differing]))
-    _arrive(store, "have compared", launch)
-    store.wait(["have compared: all"])
+    _barrier(store, "compared", launch, ranks_that_wait=range(launch.world_size))
     numbers = range(1, store.add("ranks that differ", 0) + 1)
     reports = dict(json.loads(store.get(f"difference {number}")) for number in numbers)
     if reports:
-        _wait_until_all_know(store, launch)
+        _barrier(store, "read the differences", launch)
         raise ValueError(_message(first, reports, launch.world_size))
 
 
 def gather_in(store: dist.Store, launch: Launch) -> Gather:
-    """:data:`Gather` for ranks that have met in ``store`` and have no process group yet."""
+    """A :data:`Gather` through ``store``, for ranks that have no process group yet."""
 
     def gather(value: Any) -> list[Any]:
         name = f"gathering {store.add(f'gatherings of rank {launch.rank}', 1)}"
         store.set(f"{name}: rank {launch.rank}", pickle.dumps(value))
         if launch.rank == 0:
-            each = [store.get(f"{name}: rank {rank}") for rank in range(launch.world_size)]
-            store.set(name, pickle.dumps([pickle.loads(one) for one in each]))
+            pickled = [store.get(f"{name}: rank {rank}") for rank in range(launch.world_size)]
+            store.set(name, pickle.dumps([pickle.loads(data) for data in pickled]))
         values = pickle.loads(store.get(name))
-        _arrive(store, f"{name}: read", launch)
-        if launch.rank == 0:  # it may be the host of the store
-            store.wait([f"{name}: read: all"])
+        _barrier(store, f"{name}: read", launch)
         return values
 
     return gather
 
 
-def _wait_until_all_know(store: dist.Store, launch: Launch) -> None:
-    _arrive(store, "know", launch)
-    if launch.rank == 0:  # it may be the host of the store
-        store.wait(["know: all"])
+def _barrier(
+    store: dist.Store, name: str, launch: Launch, ranks_that_wait: Container[int] = (0,)
+) -> None:
+    """Record that this rank has arrived; ``ranks_that_wait`` return when all ranks have.
 
-
-def _arrive(store: dist.Store, where: str, launch: Launch) -> None:
-    if store.add(where, 1) == launch.world_size:
-        store.set(f"{where}: all", "")
+    Rank 0 always waits, because its process may host the store and exit next.
+    """
+    if store.add(name, 1) == launch.world_size:
+        store.set(f"{name}: all", "")
+    if launch.rank in ranks_that_wait:
+        store.wait([f"{name}: all"])
 
 
 def _fields(config: RunConfig) -> Fields:
-    """Every setting that must be the same, by its place such as ``batch.seq_length``."""
+    """Values of all fields that must agree between ranks."""
     fields: Fields = {}
 
     def flatten(prefix: str, values: dict[str, Any]) -> None:
@@ -155,14 +151,14 @@ def _fields(config: RunConfig) -> Fields:
                 fields[prefix + name] = value
 
     flatten("", json.loads(json.dumps(asdict(config), default=str)))
-    return {name: fields[name] for name in fields if not name.startswith(OF_A_RANK_ALONE)}
+    return {name: fields[name] for name in fields if not name.startswith(RANK_LOCAL_FIELDS)}
 
 
 def _message(first: Fields, reports: dict[int, Fields], world_size: int) -> str:
     names = list(dict.fromkeys(name for fields in reports.values() for name in fields))
-    told = [name for name in names if name not in DERIVED] or names
+    listed = [name for name in names if name not in DERIVED_FIELDS] or names
     parts = []
-    for name in told:
+    for name in listed:
         ranks_of: dict[str, list[int]] = {}
         for rank in range(world_size):
             value = reports.get(rank, {}).get(name, first.get(name))
@@ -172,14 +168,6 @@ def _message(first: Fields, reports: dict[int, Fields], world_size: int) -> str:
         )
         parts.append(f"{flag_of(name)} is {values}")
     return (
-        f"ranks were started with different flags: {'; '.join(parts)}. Start all of them with the "
-        "same; only logging flags, --num-workers and --data-cache-path may differ"
+        f"ranks were started with different flags: {'; '.join(parts)}. Start all ranks with the "
+        "same flags; only logging flags, --num-workers and --data-cache-path may differ"
     )
-
-
-def flag_of(field: str) -> str:
-    """The flag that sets a field of the configuration, such as ``batch.seq_length``."""
-    section, _, name = field.rpartition(".")
-    if section.startswith("model"):
-        return name_of_setting(field.removeprefix("model."))
-    return _FLAGS.get(name) or "--" + name.replace("_", "-")

@@ -1,4 +1,8 @@
-"""The lines that a run prints: Megatron's, field by field in its order, then ours."""
+"""Reports of a run: log lines, metrics of every step, and the summary at the end.
+
+Log lines have Megatron's fields in Megatron's order, so that tools that parse its logs can read
+them; our own fields follow. Only rank 0 prints and writes.
+"""
 
 import contextlib
 import math
@@ -27,7 +31,7 @@ from megatron_untied.training.step import StepResult
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogLine:
-    """What one line tells about the iterations since the last one."""
+    """Values of one log line, over the iterations since the line before."""
 
     time: datetime
     iteration: int
@@ -35,7 +39,7 @@ class LogLine:
     consumed_samples: int
     seconds_per_iteration: float
     learning_rate: float
-    """That of the next iteration, as in Megatron."""
+    """Of the next iteration, as in Megatron."""
     global_batch_size: int
     lm_loss: float
     """Mean over the iterations since the last line."""
@@ -46,10 +50,10 @@ class LogLine:
     tflops_per_gpu: float
     peak_device_bytes: int
     log_throughput: bool = False
-    """Give the throughput where Megatron gives it too."""
+    """Add Megatron's throughput field, in Megatron's place."""
 
     def __str__(self) -> str:
-        """The line; tools that parse Megatron's logs read it up to its last two fields."""
+        """The line. The last three fields are ours; the others are Megatron's."""
         throughput = f"throughput per GPU (TFLOP/s/GPU): {self.tflops_per_gpu:.1f}"
         fields = [
             f"iteration {self.iteration:8d}/{self.train_iters:8d}",
@@ -59,7 +63,7 @@ class LogLine:
             f"learning rate: {self.learning_rate:.6E}",
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.lm_loss:.6E}",
-            "loss scale: 1.0",
+            "loss scale: 1.0",  # constant: neither bf16 nor fp32 needs loss scaling
             f"grad norm: {self.grad_norm:.3f}",
             f"number of skipped iterations: {self.skipped_iterations:3d}",
             f"number of nan iterations: {self.nan_iterations:3d}",
@@ -71,7 +75,7 @@ class LogLine:
 
 
 def evaluation_line(iteration: int, loss: float) -> str:
-    """Megatron's line after an evaluation; its perplexity stops growing at a loss of 20."""
+    """Megatron's line after an evaluation, with the perplexity capped at a loss of 20 as there."""
     return (
         f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | "
         f"lm loss PPL: {math.exp(min(20, loss)):.6E} |"
@@ -80,24 +84,24 @@ def evaluation_line(iteration: int, loss: float) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class RunSummary:
-    """Updated as a run goes on; its text is the block at the end."""
+    """Totals of a run, updated during it and printed at its end."""
 
     config: RunConfig
     start: Progress
-    """What the run began from."""
+    """Iterations and samples done before this run."""
     progress: Progress
-    """How far it is."""
+    """Iterations and samples done so far."""
     checkpoint: Path | None
-    """The last one that was saved, or else the one that was loaded."""
+    """The last checkpoint that was saved, or else the one that was loaded."""
     step_seconds: float = 0.0
-    """Of all optimizer steps."""
+    """Total time of all optimizer steps."""
     train_loss: float | None = None
     validation: tuple[int, float] | None = None
     """Iteration and loss of the last evaluation."""
     _began: float = field(default_factory=time.monotonic)
 
     def resume_advice(self) -> str:
-        """The last checkpoint, and how to continue from it."""
+        """Text: the last checkpoint and the flag that resumes from it, or what is lost."""
         if self.checkpoint is None:
             lost = self.progress.iteration - self.start.iteration
             remedy = (
@@ -107,14 +111,14 @@ class RunSummary:
         return f"the last checkpoint is {self.checkpoint}; --load {self.checkpoint.parent} resumes"
 
     def __str__(self) -> str:
-        """A line for each of: iterations, losses, tokens, and the places that are in use."""
+        """A line each for iterations, losses, tokens and output paths."""
         config = self.config
         iterations = self.progress.iteration - self.start.iteration
         tokens = iterations * config.batch.tokens
         elapsed = timedelta(seconds=round(time.monotonic() - self._began))
         lines = [
             f"iterations: {self.progress.iteration} of {config.loop.train_iters}, "
-            f"{iterations} of them in this run"
+            f"{iterations} in this run"
         ]
         if self.train_loss is not None:
             lines.append(f"train loss: {self.train_loss:.6f}")
@@ -123,21 +127,22 @@ class RunSummary:
             lines.append(f"validation loss: {loss:.6f} (iteration {iteration})")
         speed = f" ({tokens / self.step_seconds:,.0f} tokens/s)" if self.step_seconds else ""
         trained = timedelta(seconds=round(self.step_seconds))
-        lines.append(f"tokens: {tokens:,} in {trained} of training{speed}; {elapsed} in all")
+        lines.append(f"tokens: {tokens:,} in {trained} of training{speed}; {elapsed} in total")
         lines.append(f"checkpoint: {self.resume_advice()}")
-        places = {
+        outputs = {
             "TensorBoard": config.logging.tensorboard_dir,
             "metrics": config.logging.metrics_jsonl,
             "Weights & Biases": config.logging.wandb_project,
         }
-        lines += [f"{name}: {place}" for name, place in places.items() if place]
+        lines += [f"{name}: {path}" for name, path in outputs.items() if path]
         return "\n".join(["summary", *(f"  {line}" for line in lines)])
 
 
 class Reporter:
-    """Writes every step's metrics, and a log line every ``log_interval`` steps.
+    """Writes metrics of every step and prints a log line every ``log_interval`` steps.
 
-    A context: files close when it is left. On ranks other than the first all of it does nothing.
+    Leaving the context closes the files. On ranks other than 0 nothing is printed or written, but
+    the summary is kept, because a signal prints resume advice on whichever rank receives it.
     """
 
     def __init__(self, config: RunConfig, launch: Launch, *, start: Progress):
@@ -150,18 +155,26 @@ class Reporter:
             checkpoint=loaded if start.iteration else None,
         )
         self._active, self._world_size = launch.rank == 0, launch.world_size
+        # Over all ranks; divided by the world size where it is reported per GPU.
         self._flops = step_flops(
             config.model,
             seq_length=config.batch.seq_length,
             num_samples=config.batch.global_batch_size,
         )
         self._since_line: list[IterationMetrics] = []
-        self._skipped = self._nan = 0
+        self._skipped = self._nan = 0  # iterations since the last line
         self._open = contextlib.ExitStack()
 
     def open_sinks(self) -> None:
-        """Open where metrics are kept; collective over all ranks, which fail together."""
-        self._sinks = raise_on_all_ranks(self._opened_sinks)
+        """Open the metrics sinks of rank 0; collective: an error is raised on all ranks."""
+
+        def open_on_first_rank() -> list[MetricsSink]:
+            if not self._active:
+                return []
+            sinks = open_sinks(self._config.logging, start_iteration=self._start)
+            return [self._open.enter_context(sink) for sink in sinks]
+
+        self._sinks = raise_on_all_ranks(open_on_first_rank)
 
     def __enter__(self) -> "Reporter":
         if self._active:
@@ -174,12 +187,19 @@ class Reporter:
         self._open.close()
 
     def say(self, line: str) -> None:
-        """Print a line of the run's own."""
+        """Print a line on rank 0."""
         if self._active:
             self._console.print(f" {line}")
 
     def step(self, result: StepResult, progress: Progress, *, seconds: float) -> None:
-        """The optimizer step that led to ``progress`` took ``seconds``."""
+        """Report an optimizer step.
+
+        Args:
+            result: of the step.
+            progress: iterations and samples done, including this step.
+            seconds: duration of the step on this rank.
+        """
+        # On all ranks: each may have to print resume advice when it is signaled.
         self.summary.progress = progress
         self.summary.train_loss = result.lm_loss
         self.summary.step_seconds += seconds
@@ -197,7 +217,7 @@ class Reporter:
             tflops_per_gpu=self._flops / 1e12 / seconds / self._world_size,
             peak_device_bytes=device.peak_device_bytes(),
         )
-        device.reset_peak_device_bytes()
+        device.reset_peak_device_bytes()  # so each line has the peak since the line before
         for sink in self._sinks:
             sink.write(metrics)
         self._since_line.append(metrics)
@@ -208,7 +228,7 @@ class Reporter:
             self._print_line()
 
     def evaluation(self, iteration: int, validation_loss: float) -> None:
-        """An evaluation after ``iteration`` gave ``validation_loss``."""
+        """Report the loss of an evaluation after ``iteration``."""
         self.summary.validation = iteration, validation_loss
         if not self._active:
             return
@@ -217,22 +237,29 @@ class Reporter:
         self._console.print(evaluation_line(iteration, validation_loss))
 
     def saved(self, checkpoint: Path) -> None:
-        """A checkpoint is complete."""
+        """Report that a checkpoint is complete."""
         self.summary.checkpoint = checkpoint
         self.say(f"saved {checkpoint}")
 
+    def nothing_to_train(self) -> None:
+        """Print that the checkpoint already has all iterations, and the summary."""
+        iteration = self.summary.progress.iteration
+        self.say(
+            f"nothing to train: the checkpoint is of iteration {iteration} and --train-iters is "
+            f"{self._config.loop.train_iters}; give a larger --train-iters to continue"
+        )
+        self.end()
+
     def end(self, exit_reason: str | None = None) -> None:
-        """The run ends, before its last iteration if there is a reason."""
+        """Print the end of the run and its summary.
+
+        Args:
+            exit_reason: why the run ends before its last iteration, if it does.
+        """
         if exit_reason:
             self.say(f"exiting after iteration {self.summary.progress.iteration}: {exit_reason}")
         for line in str(self.summary).splitlines():
             self.say(line)
-
-    def _opened_sinks(self) -> list[MetricsSink]:
-        if not self._active:
-            return []
-        sinks = open_sinks(self._config.logging, start_iteration=self._start)
-        return [self._open.enter_context(sink) for sink in sinks]
 
     def _print_line(self) -> None:
         steps, last, config = self._since_line, self._since_line[-1], self._config
@@ -259,11 +286,11 @@ class Reporter:
         self._since_line, self._skipped, self._nan = [], 0, 0
 
 
-def require_places(config: RunConfig) -> None:
-    """Check that results can be written where the flags say, before anything is computed.
+def require_output_paths(config: RunConfig) -> None:
+    """Check that checkpoints and metrics can be written, before anything is computed.
 
     Raises:
-        ValueError: names the flag.
+        ValueError: a path cannot be written; the message names the flag.
     """
     if config.checkpoint.save:
         make_writable(Path(config.checkpoint.save), "--save")

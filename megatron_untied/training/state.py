@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -9,8 +10,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from megatron_untied.checkpoint import CheckpointState
+from megatron_untied.checkpoint import (
+    CheckpointState,
+    Progress,
+    Provenance,
+    Start,
+    bytes_to_read,
+    load_checkpoint,
+    save_checkpoint,
+)
 from megatron_untied.config.run import RunConfig
+from megatron_untied.phases import Phase
 from megatron_untied.sharding.fsdp2 import FullSharding
 from megatron_untied.sharding.interface import ModelProvider, Sharding
 from megatron_untied.sharding.zero1 import MegatronSharding, build_scheduler
@@ -50,6 +60,43 @@ class TrainState:
             f"{groups.dp.size()} | {unwrap_model(self.model).describe()}"
         )
 
+    def load(self, config: RunConfig, start: Start) -> Progress:
+        """Load the checkpoint of ``start``, if any; collective over all ranks.
+
+        Returns:
+            Iterations and samples done before this run.
+
+        Raises:
+            ValueError: on every rank, if the checkpoint does not fit this run.
+        """
+        if start.folder is not None:
+            num_bytes = bytes_to_read(config.checkpoint, self.checkpoint_state)
+            self.progress.begin(str(start.folder), num_bytes, phase=Phase.LOADING)
+        return load_checkpoint(
+            config.checkpoint,
+            self.checkpoint_state,
+            seed=config.seed,
+            start=start,
+            advance=self.progress.advance,  # in bytes, so the heartbeat shows a percentage
+        )
+
+    def save(self, config: RunConfig, progress: Progress, provenance: Provenance) -> Path:
+        """Save a checkpoint of ``progress`` with ``config`` in it; collective over all ranks.
+
+        Returns:
+            The folder of the checkpoint.
+        """
+        name = f"checkpoint of iteration {progress.iteration}"
+        self.progress.begin(name, phase=Phase.SAVING)
+        return save_checkpoint(
+            config.checkpoint.save,
+            self.checkpoint_state,
+            progress,
+            run_config=config,
+            provenance=provenance,
+            save_retain_interval=config.checkpoint.save_retain_interval,
+        )
+
 
 def build_train_state(
     model_provider: ModelProvider,
@@ -68,6 +115,7 @@ def build_train_state(
         progress: passed to the model, which records its phases in it.
     """
     kind = FullSharding if config.optimization.use_torch_fsdp2 else MegatronSharding
+    # Allocates the weights; Adam's moments follow in the first step.
     sharding = kind(model_provider, config, groups, progress)
     scheduler = build_scheduler(sharding, config)
     return TrainState(

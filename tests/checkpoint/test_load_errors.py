@@ -214,7 +214,8 @@ CHANGED = {
     "yarn": (
         {"rotary": YARN, "window_size": 1},
         "--window-size: unlimited, here 0,0; scaling of the rotary embedding: none, here yarn; "
-        "its stretch: 1.0, here 4.0; its original context: 8192, here 64",
+        "stretch factor of the rotary scaling: 1.0, here 4.0; original context of the rotary "
+        "scaling: 8192, here 64",
     ),
     "what plain rotation does not read": ({"rotary": RotaryConfig(beta_fast=7.0)}, None),
 }
@@ -241,8 +242,8 @@ def test_every_setting_is_compared_or_changes_nothing():
     rotary = {f"rotary.{field.name}" for field in dataclasses.fields(RotaryConfig)}
     fields = {field.name for field in dataclasses.fields(ModelConfig)} - {"rotary"}
     of_weights_alone = {"make_vocab_size_divisible_by", "init_method_std"}
-    assert fields | rotary == STRUCTURE.keys() | CHANGEABLE.keys() | of_weights_alone
-    assert not STRUCTURE.keys() & CHANGEABLE.keys()
+    assert fields | rotary == {*STRUCTURE, *CHANGEABLE} | of_weights_alone
+    assert not {*STRUCTURE} & {*CHANGEABLE}
 
 
 @pytest.mark.parametrize(
@@ -250,8 +251,8 @@ def test_every_setting_is_compared_or_changes_nothing():
     [
         ({"num_layers": "2"}, "num_layers is '2', which is no int"),
         ({"num_layers": 2.5}, "num_layers is 2.5, which is no int"),
-        ({"ffn_hidden_size": 0}, "ffn_hidden_size 0 is below 1, the smallest that works"),
-        ({"kv_channels": 7}, "kv_channels 7 is odd, and rotation goes by pairs; 8 works"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size 0 is below 1, the smallest value"),
+        ({"kv_channels": 7}, "kv_channels 7 is odd; channels are rotated in pairs; use 8"),
         ({"num_layers": True}, "num_layers is True, which is no int"),
         ({"swiglu": 1}, "swiglu is 1, which is no bool"),
         ({"norm_epsilon": None}, "norm_epsilon is None, which is no float"),

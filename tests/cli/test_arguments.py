@@ -109,7 +109,7 @@ def test_swiglu_width_is_two_thirds_of_four_hidden_rounded_down_to_64():
     ("changes", "message"),
     [
         ({"hidden_size": 16, "kv_channels": 8},
-         "--hidden-size 16 with --swiglu leaves an MLP of width 0: 8/3 x 16, rounded down to a "
+         "--hidden-size 16 with --swiglu gives an MLP of width 0: 8/3 x 16, rounded down to a "
          "multiple of 64; give --ffn-hidden-size, such as 43"),
         ({"hidden_size": 4},
          "--hidden-size 4 is not a multiple of --num-attention-heads 8; give --kv-channels, such "
@@ -144,10 +144,10 @@ def test_lengths_may_have_a_unit(text, tokens):
     [
         ("1M", "argument --seq-length: '1M' is ambiguous; give 1Mi for 1048576 tokens, or 1000000"),
         ("128k", "'128k' is ambiguous; give 128Ki for 131072 tokens, or 128000"),
-        ("0.3Ki", "'0.3Ki' is not a whole number of tokens; 307 is"),
+        ("0.3Ki", "'0.3Ki' is not a whole number of tokens; use 307"),
         ("1MiB", "'1MiB' is not an integer"),
-        ("0Ki", "0 is below 1, the smallest that works"),
-        ("4Gi", "4294967296 is above 2147483647, the largest that works"),
+        ("0Ki", "0 is below 1, the smallest value"),
+        ("4Gi", "4294967296 is above 2147483647, the largest value"),
     ],
 )
 def test_lengths_of_which_the_meaning_is_open_are_refused(text, message):
@@ -222,7 +222,7 @@ def test_flags_change_the_rotary_embedding_of_a_checkpoint(stored, given, expect
 
 def test_rejects_rope_where_the_checkpoint_has_yarn():
     yarn = RotaryConfig(scaling="yarn", scaling_factor=4.0)
-    with rejects("--position-embedding-type rope, and the checkpoint's positions are yarn's"):
+    with rejects("--position-embedding-type rope contradicts the checkpoint, which has yarn"):
         rotary_config({"position_embedding_type": "rope"}, yarn)
 
 
@@ -267,23 +267,23 @@ def test_a_value_may_follow_an_equals_sign():
         (["--num-layer", "2"], "unknown flag --num-layer; did you mean --num-layers?"),
         (["--recompute-granularty=full"], "did you mean --recompute-granularity?"),
         (["--zzz"], "unknown flag --zzz"),
-        (["stray"], "'stray' belongs to no flag"),
-        (["--bf16", "0"], "--bf16 takes no value; leave out '0'"),
-        (["--num-layers", "0"], "argument --num-layers: 0 is below 1, the smallest that works"),
+        (["stray"], "'stray' does not belong to a flag"),
+        (["--bf16", "0"], "--bf16 takes no value; remove '0'"),
+        (["--num-layers", "0"], "argument --num-layers: 0 is below 1, the smallest value"),
         (["--num-layers", "two"], "argument --num-layers: 'two' is not an integer"),
         (["--lr", "nan"], "argument --lr: nan is below 0"),
         (["--lr", "fast"], "argument --lr: 'fast' is not a number"),
         (["--hidden-dropout", "0.1"], "argument --hidden-dropout: invalid choice: 0.1"),
         (
             ["--rope-scaling-factor", "0.5"],
-            "argument --rope-scaling-factor: 0.5 is below 1.0, the smallest that works",
+            "argument --rope-scaling-factor: 0.5 is below 1.0, the smallest value",
         ),
-        (["--yarn-rotary-scaling-factor", "0.5"], "0.5 is below 1.0, the smallest that works"),
+        (["--yarn-rotary-scaling-factor", "0.5"], "0.5 is below 1.0, the smallest value"),
         (["--position-embedding-type", "learned_absolute"], "invalid choice: 'learned_absolute'"),
         (["--cp-heads-per-chunk", "some"], "'some' is not an integer"),
         (["--cp-comm-type", "allgather"], "argument --cp-comm-type: invalid choice: 'allgather'"),
         (["--hierarchical-context-parallel-sizes", "4"], "expected 2 arguments"),
-        (["--window-size", "128"], "'128' is not LEFT,0: the tokens before it that a query sees"),
+        (["--window-size", "128"], "'128' is not LEFT,0: a query attends to LEFT tokens before it"),
         (["--window-size", "128,128"], "'128,128' is not LEFT,0"),
         (["--window-size", "x,0"], "'x' is not an integer"),
         (["--window-size", "-2,0"], "-2 is below -1"),
@@ -300,9 +300,9 @@ def test_rejects_what_no_flag_means(argv, message):
 @pytest.mark.parametrize("refused", NOT_YET)
 def test_refuses_flags_whose_feature_does_not_exist(refused):
     name, _, value = refused.partition(" ")
-    with rejects(f"{refused} is refused: {NOT_YET[refused]}"):
+    with rejects(f"{refused} is not supported: {NOT_YET[refused]}"):
         parse_flags(["--seed", "1", name, value or "1"])
-    with rejects(f"{refused} is refused: {NOT_YET[refused]}"):
+    with rejects(f"{refused} is not supported: {NOT_YET[refused]}"):
         parse_flags([f"{name}={value or 1}"])
 
 
@@ -314,32 +314,32 @@ def test_no_flag_is_both_honored_and_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr": None, "train_iters": None}, "missing --train-iters --lr: there is no default"),
+        ({"lr": None, "train_iters": None}, "missing --train-iters --lr; required"),
         ({"num_layers": None}, "missing --num-layers"),
         ({"tokenizer_type": None}, "missing --tokenizer-type"),
         ({"group_query_attention": None},
-         "--num-query-groups does nothing without --group-query-attention; give both"),
+         "--num-query-groups has no effect without --group-query-attention; give both"),
         ({"position_embedding_type": "yarn"},
          "--position-embedding-type yarn needs --yarn-rotary-scaling-factor and "
          "--yarn-original-max-position-embeddings"),
         ({"yarn_beta_fast": 16},
-         "--yarn-beta-fast does nothing without --position-embedding-type yarn"),
-        (YARN | {"yarn_mscale": 1}, "--yarn-mscale does nothing without --yarn-mscale-all-dim"),
+         "--yarn-beta-fast has no effect without --position-embedding-type yarn"),
+        (YARN | {"yarn_mscale": 1}, "--yarn-mscale has no effect without --yarn-mscale-all-dim"),
         (YARN | {"use_rope_scaling": True},
-         "--use-rope-scaling and --position-embedding-type yarn each scale the rotary embedding; "
-         "give one"),
+         "--use-rope-scaling and --position-embedding-type yarn both scale the rotary embedding; "
+         "give one of them"),
         ({"rotary_seq_len_interpolation_factor": 2, "use_rope_scaling": True},
-         "--use-rope-scaling and --rotary-seq-len-interpolation-factor each scale"),
-        ({"rope_scaling_factor": 4}, "--rope-scaling-factor does nothing without --use-rope"),
+         "--use-rope-scaling and --rotary-seq-len-interpolation-factor both scale"),
+        ({"rope_scaling_factor": 4}, "--rope-scaling-factor has no effect without --use-rope"),
         ({"dataloader_inter_document_masking": True},
-         "--dataloader-inter-document-masking does nothing without --reset-position-ids"),
+         "--dataloader-inter-document-masking has no effect without --reset-position-ids"),
         ({"document_boundaries": "eod"},
-         "--document-boundaries does nothing without --reset-position-ids"),
-        ({"save_interval": 5}, "--save-interval does nothing without --save"),
-        ({"finetune": True}, "--finetune does nothing without --load"),
-        ({"use_checkpoint_args": True}, "--use-checkpoint-args does nothing without --load"),
-        ({"reset_data_position": True}, "--reset-data-position does nothing without --load"),
-        ({"save_into_existing": True}, "--save-into-existing does nothing without --save"),
+         "--document-boundaries has no effect without --reset-position-ids"),
+        ({"save_interval": 5}, "--save-interval has no effect without --save"),
+        ({"finetune": True}, "--finetune has no effect without --load"),
+        ({"use_checkpoint_args": True}, "--use-checkpoint-args has no effect without --load"),
+        ({"reset_data_position": True}, "--reset-data-position has no effect without --load"),
+        ({"save_into_existing": True}, "--save-into-existing has no effect without --save"),
         ({"hidden_size": 60}, "--hidden-size 60 is not a multiple of --num-attention-heads 8; "
                               "give --kv-channels, such as 6"),
         ({"mock_data": None}, "give either --data-path or --mock-data"),
@@ -364,9 +364,9 @@ def test_megatrons_two_spellings_are_one_flag(spelling):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--override-opt_param-scheduler", "--override-opt_param-scheduler exclude each other"),
-        ("--finetune", "does nothing with --finetune, which starts the schedule anew"),
-        ("--no-load-optim", "does nothing with --no-load-optim, which starts the schedule anew"),
+        ("--override-opt_param-scheduler", "--override-opt_param-scheduler cannot be combined"),
+        ("--finetune", "has no effect with --finetune, which restarts the schedule"),
+        ("--no-load-optim", "has no effect with --no-load-optim, which restarts the schedule"),
     ],
 )
 def test_rejects_two_sources_of_the_schedule(flag, message):

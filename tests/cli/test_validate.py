@@ -9,88 +9,90 @@ from tests.training.command_line import tiny_config
     ("world_size", "changes", "message"),
     [
         (3, {"context_parallel_size": 2},
-         "3 ranks do not divide into tensor parallel 1 x context parallel 2; start a multiple"),
+         "3 ranks are not a multiple of tensor parallel 1 x context parallel 2; start a multiple"),
         (1, {"num_query_groups": 3},
-         "--num-attention-heads 8 is not a multiple of --num-query-groups 3; 2 groups work"),
-        (1, {"rotary_percent": 1.5}, "--rotary-percent 1.5 is outside (0, 1]; 1.0 rotates whole"),
+         "--num-attention-heads 8 is not a multiple of --num-query-groups 3; use 2 groups"),
+        (1, {"rotary_percent": 1.5}, "--rotary-percent 1.5 is outside (0, 1]; use 1.0 to rotate"),
         (1, {"rotary_percent": 0.4},
-         "--rotary-percent 0.4 rotates 3 of 8 channels of a head; rotation goes by pairs"),
+         "--rotary-percent 0.4 rotates 3 of 8 channels of a head; channels are rotated in pairs"),
         (1, {"rotary_percent": 0.1}, "--rotary-percent 0.1 rotates 0 of 8 channels of a head"),
         (1, {"rotary_base": 1}, "--rotary-base 1.0 must be above 1, such as 10000"),
         (1, {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4,
              "yarn_original_max_position_embeddings": 32, "yarn_beta_slow": 40},
-         "--yarn-beta-slow 40.0 must be below --yarn-beta-fast 32.0; YaRN has 1 and 32"),
+         "--yarn-beta-slow 40.0 must be below --yarn-beta-fast 32.0; the defaults are 1 and 32"),
         (1, {"sequence_parallel": True},
-         "--sequence-parallel splits tokens over tensor-parallel ranks, and there is 1"),
+         "--sequence-parallel shards tokens over tensor-parallel ranks, but there is only 1"),
         (3, {"tensor_model_parallel_size": 3},
-         "--num-attention-heads 8 does not divide over --tensor-model-parallel-size 3; "
-         "2 tensor-parallel ranks work"),
+         "--num-attention-heads 8 is not divisible by --tensor-model-parallel-size 3; "
+         "use 2 tensor-parallel ranks"),
         (8, {"tensor_model_parallel_size": 8},
-         "--num-query-groups 4 does not divide over --tensor-model-parallel-size 8; "
-         "4 tensor-parallel ranks work"),
+         "--num-query-groups 4 is not divisible by --tensor-model-parallel-size 8; "
+         "use 4 tensor-parallel ranks"),
         (4, {"tensor_model_parallel_size": 4, "ffn_hidden_size": 98},
-         "--ffn-hidden-size 98 does not divide over --tensor-model-parallel-size 4; 2 tensor"),
+         "--ffn-hidden-size 98 is not divisible by --tensor-model-parallel-size 4; use 2 tensor"),
         (4, {"context_parallel_size": 4, "seq_length": 66},
-         "--seq-length 66 does not divide over 4 context-parallel ranks; 64 does"),
+         "--seq-length 66 is not divisible over 4 context-parallel ranks; use 64"),
         (4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True,
              "seq_length": 66},
-         "--seq-length 66 does not divide over 2 context-parallel x 2 sequence-parallel ranks"),
+         "--seq-length 66 is not divisible over 2 context-parallel x 2 sequence-parallel ranks"),
         (4, {"context_parallel_size": 4, "cp_comm_type": "p2p", "seq_length": 68},
-         "--seq-length 68 does not divide over 4 context-parallel ranks in two blocks each; 64 "),
+         "--seq-length 68 is not divisible over 4 context-parallel ranks with two blocks each; "
+         "use 64"),
         (4, {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p"},
          "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A P, a ring of P "
          "groups of A ranks, such as 2 2"),
         (4, {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p",
              "hierarchical_context_parallel_sizes": "2 3"},
-         "--hierarchical-context-parallel-sizes 2 3 are 6 ranks and --context-parallel-size is 4; "
-         "2 2 works"),
+         "--hierarchical-context-parallel-sizes 2 3 are 6 ranks, but --context-parallel-size is 4; "
+         "use 2 2"),
         (4, {"context_parallel_size": 4, "cp_comm_type": "p2p",
              "hierarchical_context_parallel_sizes": "1 4"},
-         "--hierarchical-context-parallel-sizes 1 4 does nothing with --cp-comm-type p2p; a2a+p2p"),
+         "--hierarchical-context-parallel-sizes 1 4 has no effect with --cp-comm-type p2p; "
+         "use it with a2a+p2p"),
         (2, {"context_parallel_size": 2, "cp_comm_type": "p2p", "window_size": "16,0"},
-         "--window-size 16,0 needs the whole sequence on a rank; --cp-comm-type p2p passes it on "
-         "in blocks, a2a does not"),
+         "--window-size 16,0 needs whole sequences on each rank; --cp-comm-type p2p shards it "
+         "in blocks, use a2a"),
         (4, {"context_parallel_size": 4, "cp_heads_per_chunk": 6},
-         "--cp-heads-per-chunk 6 is not a multiple of 4, the ranks that trade sequence for heads: "
-         "each attends with as many heads as the others; 4 works"),
+         "--cp-heads-per-chunk 6 is not a multiple of the 4 ranks of a Ulysses group, which attend "
+         "to equal numbers of heads; use 4"),
         (4, {"context_parallel_size": 4, "cp_comm_type": "p2p", "cp_heads_per_chunk": 9},
-         "--cp-heads-per-chunk 9 is more than the 8 query heads of a tensor-parallel rank; 8 or "),
+         "--cp-heads-per-chunk 9 is more than the 8 query heads per tensor-parallel rank; use 8 "),
         (4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "cp_heads_per_chunk": 6},
-         "--cp-heads-per-chunk 6 is more than the 4 query heads of a tensor-parallel rank; 4 "),
+         "--cp-heads-per-chunk 6 is more than the 4 query heads per tensor-parallel rank; use "),
         (1, {"recompute_granularity": "full", "recompute_num_layers": 3},
-         "--recompute-num-layers 3 is more than --num-layers 2; 2 keeps the first layer's input"),
+         "--recompute-num-layers 3 is more than --num-layers 2; use 2 to keep the input"),
         (1, {"recompute_granularity": "full", "cpu_offloading_num_layers": 3},
-         "--cpu-offloading-num-layers 3 is more than --num-layers 2; 2 offloads all"),
+         "--cpu-offloading-num-layers 3 is more than --num-layers 2; use 2, or all"),
         (1, {"optimizer_cpu_offload": True},
          "--optimizer-cpu-offload needs --use-torch-fsdp2, whose optimizer can run on the host; "),
         (1, {"optimizer_cpu_offload": True, "use_distributed_optimizer": True},
-         "give it instead of --use-distributed-optimizer, or leave the offload out"),
+         "give that instead of --use-distributed-optimizer, or leave out the offload"),
         (1, {"use_torch_fsdp2": True, "use_distributed_optimizer": True},
-         "--use-torch-fsdp2 spreads what --use-distributed-optimizer spreads, and weights and "
+         "--use-torch-fsdp2 shards all that --use-distributed-optimizer shards, and weights and "
          "gradients too; give one of them"),
         (1, {"use_torch_fsdp2": True, "transformer_impl": "transformer_engine"},
          "--transformer-impl transformer_engine allocates its layers; give --transformer-impl "),
         (1, {"micro_batch_size": 3},
          "--global-batch-size 4 is not a multiple of --micro-batch-size 3 x 1 data-parallel "
-         "ranks; 3 is"),
+         "ranks; use 3"),
         (3, {}, "--global-batch-size 4 is not a multiple of --micro-batch-size 1 x 3"),
         (1, {"max_position_embeddings": 32},
          "--seq-length 64 is above --max-position-embeddings 32; give --max-position-embeddings"),
-        (1, {"min_lr": 1}, "--min-lr 1.0 is above --lr 0.001; 0.0001 is not"),
+        (1, {"min_lr": 1}, "--min-lr 1.0 is above --lr 0.001; use 0.0001"),
         (1, {"lr_warmup_init": 1}, "--lr-warmup-init 1.0 is above --lr 0.001"),
         (1, {"lr_warmup_iters": 10},
-         "--lr-warmup-iters 10 is not below --lr-decay-iters 10 (--train-iters, unless given);"),
+         "--lr-warmup-iters 10 is not below --lr-decay-iters 10 (default: --train-iters); use 1"),
         (1, {"lr_decay_style": "WSD"},
          "--lr-decay-style WSD needs --lr-wsd-decay-iters, such as 1"),
         (1, {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "lr_warmup_iters": 2},
          "--lr-wsd-decay-iters 9 is more than the iterations between warmup and --lr-decay-iters; "
-         "at most 8 works"),
+         "use at most 8"),
         (1, {"skip_train": True},
-         "--skip-train only evaluates and --eval-iters is 0; give --eval-iters 1 or more"),
+         "--skip-train only evaluates, but --eval-iters is 0; give --eval-iters 1 or more"),
         (1, {"adam_beta2": 1}, "--adam-beta2 1.0 must be below 1, such as 0.9"),
-        (1, {"lr": 1, "weight_decay": 1}, "--weight-decay 1.0 at --lr 1.0 shrinks weights beyond"),
-        (1, {"kv_channels": 7}, "--kv-channels 7 is odd, and rotation goes by pairs; 8 works"),
-        (1, {"hidden_size": 24}, "--kv-channels 3 is odd, and rotation goes by pairs; 4 works"),
+        (1, {"lr": 1, "weight_decay": 1}, "--weight-decay 1.0 at --lr 1.0 changes the sign of"),
+        (1, {"kv_channels": 7}, "--kv-channels 7 is odd; channels are rotated in pairs; use 8"),
+        (1, {"hidden_size": 24}, "--kv-channels 3 is odd; channels are rotated in pairs; use 4"),
     ],
 )  # fmt: skip
 def test_rejects(world_size, changes, message):
@@ -99,7 +101,7 @@ def test_rejects(world_size, changes, message):
 
 
 def test_lists_everything_wrong_at_once():
-    with pytest.raises(ValueError, match="do not divide into.*\n.*--min-lr"):
+    with pytest.raises(ValueError, match="are not a multiple of.*\n.*--min-lr"):
         tiny_config(3, context_parallel_size=2, min_lr=1)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_untied.cli.planner_flags import machine_of, own_parser
+from megatron_untied.cli.planner_flags import machine_of, planner_parser
 from megatron_untied.planner import machine as machine_module
 from megatron_untied.planner.machine import GIB, read_gpus
 from megatron_untied.planner.plan import Plan
@@ -25,7 +25,7 @@ UNLISTED = device.GpuProperties(
 
 
 def machine_by(flags: str):
-    return machine_of(own_parser().parse_args(flags.split()))
+    return machine_of(planner_parser().parse_args(flags.split()))
 
 
 def test_a_described_gpu_is_planned_for_as_described():

@@ -61,7 +61,7 @@ def test_all_ranks_end_for_the_same_reason_when_one_is_signaled(number):
             "iteration 12",
             "/x",
             timedelta(minutes=43),
-            "finishing iteration 12, then saving to /x and exiting; about 0:43:00 left in it",
+            "finishing iteration 12, then saving to /x and exiting; about 0:43:00 left",
         ),
         ("iteration 12", None, None, "finishing iteration 12, then exiting without --save"),
         (

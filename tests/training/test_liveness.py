@@ -12,7 +12,7 @@ from megatron_untied.phases import Phase
 from megatron_untied.step_progress import LayerProgress, StepProgress
 from megatron_untied.training.liveness import (
     Heartbeat,
-    Whereabouts,
+    PeerProgress,
     heartbeat_line,
     is_failed_collective,
 )
@@ -23,7 +23,7 @@ from tests.training.command_line import command_line
 def heartbeat(said: list[str], *, every: float, store=None, rank=0, world_size=1) -> Heartbeat:
     return Heartbeat(
         StepProgress(lambda: None),
-        Whereabouts(store or dist.HashStore(), rank, world_size),
+        PeerProgress(store or dist.HashStore(), rank, world_size),
         say=said.append,
         every_seconds=every,
         timeout_seconds=600,
@@ -101,10 +101,11 @@ def test_a_rank_that_gets_no_further_says_once_who_is_missing(capsys):
 @pytest.mark.parametrize(
     ("chunks", "text"),
     [
-        ({0: 1, 1: 1}, "ranks 0, 1 came equally far; rank 0, which tells this, is at iteration 1"),
+        ({0: 1, 1: 1}, "ranks 0, 1 are at the same point; reported by rank 0 at iteration 1"),
         (
             {0: 0, 1: 2},
-            "rank 0 came late; rank 0, which tells this, is at iteration 1, data loading; ",
+            "rank 0 is behind; reported by rank 0 at iteration 1, data loading; "
+            "no report from rank 2; rank 1 last at ",
         ),
         (
             {0: 2, 1: 0, 2: 0},
@@ -112,8 +113,8 @@ def test_a_rank_that_gets_no_further_says_once_who_is_missing(capsys):
         ),
         (
             {0: 1},
-            "rank 0, which tells this, is at iteration 1, attention forward, layer 1 of 1, "
-            "chunk 1 of 2; nothing is known of ranks 1, 2",
+            "reported by rank 0 at iteration 1, attention forward, layer 1 of 1, "
+            "chunk 1 of 2; no report from ranks 1, 2",
         ),
     ],
 )
@@ -125,8 +126,8 @@ def test_explains_other_ways_to_stop(chunks, text):
         layer = progress.for_layer(0, 1, 2)
         with attending(layer, count) if count else contextlib.nullcontext():
             places[rank] = progress.last_completed()
-        Whereabouts(store, rank, 3).tell(places[rank])
-    assert text in Whereabouts(store, 0, 3).explain(places[0])
+        PeerProgress(store, rank, 3).publish(places[rank])
+    assert text in PeerProgress(store, 0, 3).diagnose(places[0])
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_a_file_of_another_kind_does_not_become_the_metrics(tmp_path):
     path.write_text("remember\n")
     (message,) = run_on_ranks(refusal, 1, metrics=path)
     assert message == (
-        f"error: --metrics-jsonl {path} exists and is not a metrics file; give another name"
+        f"error: --metrics-jsonl {path} exists and is not a metrics file; give another path"
     )
     assert path.read_text() == "remember\n"
 
@@ -268,7 +268,10 @@ def test_says_what_was_loaded_and_that_nothing_is_left_to_train(trained):
     text = " ".join(text.split())
     loaded = f"loaded {trained}/iter_0000003: iteration 3, 12 samples consumed; weights, optimizer"
     assert f"{loaded}, schedule, random states" in text
-    assert "the checkpoint is of iteration 3 and --train-iters is 2; a larger one goes on" in text
+    assert (
+        "the checkpoint is of iteration 3 and --train-iters is 2; "
+        "give a larger --train-iters to continue" in text
+    )
 
 
 def test_restarts_are_one_run_whose_checkpoints_may_be_deleted(tmp_path, trained):

@@ -5,10 +5,10 @@ import pytest
 import torch.distributed as dist
 
 import pretrain_gpt
+from megatron_untied.config.flag_names import flag_of
 from megatron_untied.training.initialize import Launch
 from megatron_untied.training.rendezvous import (
     _fields,
-    flag_of,
     gather_in,
     open_store,
     require_same_config,

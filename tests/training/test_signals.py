@@ -42,8 +42,8 @@ def test_rank_0_announces_the_signal_of_another_rank_once():
     store, announced = dist.HashStore(), []
     with SignalWatch(store, 0, advice=str, announce=announced.append):
         other = SignalWatch(store, 3, advice=str, announce=pytest.fail)
-        other._notice(signal.SIGTERM)
-        other._notice(signal.SIGHUP)
+        other._handle(signal.SIGTERM)
+        other._handle(signal.SIGHUP)
         deadline = time.monotonic() + 20
         while not announced and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -19,10 +19,10 @@ def test_tells_losses_tokens_speed_and_where_everything_is():
     )
     assert str(summary).splitlines() == [
         "summary",
-        "  iterations: 6 of 10, 4 of them in this run",
+        "  iterations: 6 of 10, 4 in this run",
         "  train loss: 5.250000",
         "  validation loss: 5.500000 (iteration 5)",
-        "  tokens: 1,024 in 0:00:02 of training (512 tokens/s); 0:00:00 in all",
+        "  tokens: 1,024 in 0:00:02 of training (512 tokens/s); 0:00:00 in total",
         "  checkpoint: the last checkpoint is c/iter_0000006; --load c resumes",
         "  TensorBoard: t",
         "  metrics: m.jsonl",

@@ -1,4 +1,4 @@
-r"""Pretrain a GPT-style model whose sequences are shared by context-parallel ranks.
+r"""Pretrain a GPT-style model with sequences sharded over context-parallel ranks.
 
 On a laptop: random tokens, two ranks for each sequence, two query heads exchanged at a time.
 
@@ -23,7 +23,8 @@ from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout, documents_of
 from megatron_untied.data.datasets import Datasets, build_datasets
 from megatron_untied.data.tokenizers import build_tokenizer
-from megatron_untied.model import UntiedGPTModel, attention_kernel, build_model
+from megatron_untied.gpt_model import UntiedGPTModel
+from megatron_untied.model import Runtime, attention_kernel, build_model
 from megatron_untied.platform import device
 from megatron_untied.training.errors import print_error_once
 from megatron_untied.training.initialize import errors_in_one_line, read_launch
@@ -43,9 +44,8 @@ def model_provider(config, groups, progress) -> UntiedGPTModel:
         config.memory,
         config.precision,
         groups,
-        kernel=kernel,
+        runtime=Runtime(kernel=kernel, progress=progress),
         transformer_impl=config.transformer_impl,
-        progress=progress,
     )
 
 

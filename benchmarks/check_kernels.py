@@ -1,7 +1,8 @@
-r"""Every attention kernel that this machine has: are its values right, what it allocates, how fast.
+r"""Check every attention kernel of this machine: its values, its scratch memory, its speed.
 
-Values are compared with matrix products in fp32, and at full length a window makes long sequences
-cheap: the last rows must be those of a short call on them, whatever their addresses.
+Values are compared with matrix products in fp32. At full length the kernel runs with a window,
+which makes long sequences cheap: the last rows must equal those of a short call on them, although
+their addresses are beyond the range of 32-bit indices.
 
     python benchmarks/check_kernels.py                          # a GPU: minutes
     python benchmarks/check_kernels.py --tokens 4096 --long 8192 --dtype float32    # a laptop
@@ -31,7 +32,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 def tensors(s: int, *, h: int, g: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Everything that a forward and a backward read and write."""
+    """All tensors of a forward and a backward, by name: [s, 1, heads, HEAD_WIDTH]."""
     heads = {"q": h, "k": g, "v": g, "d_out": h, "out": h, "dq": h, "dk": g, "dv": g}
     generator = torch.Generator(device.current_device()).manual_seed(0)
     options = {"device": device.current_device(), "dtype": dtype, "generator": generator}
@@ -39,17 +40,17 @@ def tensors(s: int, *, h: int, g: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def run(kernel: AttentionKernel, x: dict[str, Tensor], mask: Mask) -> list[Tensor]:
-    """Forward and backward, which writes dQ over dO as in a chunk; returns what they wrote."""
+    """Forward and backward; returns out, lse, dq, dk and dv, as NAMES."""
     qkv = Qkv(x["q"], x["k"], x["v"])
     lse = kernel.forward(qkv, out=x["out"], mask=mask)
     into = QkvGrads(x["dq"], x["dk"], x["dv"])
-    d_out = into.dq.copy_(x["d_out"])
+    d_out = into.dq.copy_(x["d_out"])  # a chunk's backward writes dQ over dO
     kernel.backward(d_out, qkv, Attended(x["out"], lse), into=into, mask=mask)
     return [x["out"], lse, *into]
 
 
 def errors(found: list[Tensor], expected: list[Tensor]) -> str:
-    """Largest difference of each, relative to the largest value."""
+    """Largest difference per tensor, relative to its largest value."""
     pairs = zip(NAMES, found, expected, strict=True)
     return "  ".join(
         f"{name} {((x.float() - e.float()).abs().max() / e.abs().max()).item():.0e}"
@@ -58,7 +59,7 @@ def errors(found: list[Tensor], expected: list[Tensor]) -> str:
 
 
 def check_values(kernel: AttentionKernel, dtype: torch.dtype) -> None:
-    """Against matrix products, under every kind of mask that the kernel knows."""
+    """Compare with matrix products, under every kind of mask that the kernel supports."""
     documents = (Segments.of((0, 1, 4, 21, 500, 1001)),)
     masks = {"causal": Mask(), "all keys": Mask(causal=False)}
     if kernel.limits.windows:
@@ -72,20 +73,20 @@ def check_values(kernel: AttentionKernel, dtype: torch.dtype) -> None:
 
 
 def check_far_rows(kernel: AttentionKernel, s: int, dtype: torch.dtype) -> None:
-    """The last rows of a long call against a short call on them."""
+    """Compare the last rows of a long call with a short call on them."""
     mask = Mask(window=WINDOW)
     x = tensors(s, h=4, g=1, dtype=dtype)
     tail = {name: value[-TAIL - WINDOW :].clone() for name, value in x.items()}
     found = run(kernel, x, mask)
-    found[1] = found[1].transpose(0, 2)  # [s, h, 1]
+    found[1] = found[1].transpose(0, 2)  # lse: [1, h, s] -> [s, h, 1]
     expected = run(kernel, tail, mask)
     expected[1] = expected[1].transpose(0, 2)
-    rows = slice(-TAIL, None)
+    rows = slice(-TAIL, None)  # the window of these rows is inside of both calls
     print(f"    {s} rows  {errors([y[rows] for y in found], [y[rows] for y in expected])}")
 
 
 def measure(kernel: AttentionKernel, s: int, dtype: torch.dtype) -> tuple[float, float]:
-    """A causal forward and backward: MiB at the peak beyond what is given, and TFLOP/s."""
+    """MiB that a causal forward and backward allocate at the peak, and their TFLOP/s."""
     x = tensors(s, h=4, g=4, dtype=dtype)
     run(kernel, x, Mask())  # compiles, loads, fills caches
     device.synchronize()
@@ -99,7 +100,7 @@ def measure(kernel: AttentionKernel, s: int, dtype: torch.dtype) -> tuple[float,
 
 
 def main() -> None:
-    """Check them one after the other."""
+    """Check the kernels one after the other."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

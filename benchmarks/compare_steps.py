@@ -1,7 +1,7 @@
-r"""Step times of several settings of one run, as ratios: rounds of short runs, one after another.
+r"""Compare step times of several settings of one run, as ratios within rounds of short runs.
 
-The seconds of a shared machine say little, and change from minute to minute. So each round runs
-every setting once, and what counts is a setting's time over the first one's in the same round.
+Seconds on a shared machine change from minute to minute. So each round runs every setting once, and
+the result is a setting's time over that of the first setting in the same round.
 
     python benchmarks/compare_steps.py --ranks 2 --rounds 5 --run "--num-layers 2 --swiglu \
         --hidden-size 256 --num-attention-heads 4 --seq-length 16384 --disable-bias-linear \
@@ -27,13 +27,13 @@ SCRIPT = Path(__file__).parents[1] / "pretrain_gpt.py"
 
 
 def setting(text: str) -> tuple[str, list[str]]:
-    """Parses NAME=FLAGS."""
+    """Parse NAME=FLAGS."""
     name, _, flags = text.partition("=")
     return name, shlex.split(flags)
 
 
 def step_seconds(ranks: int, flags: list[str]) -> float:
-    """The median step of one run, its first left out."""
+    """The median step of one run, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         launcher = "-m torch.distributed.run --standalone --nproc-per-node".split()
@@ -42,7 +42,7 @@ def step_seconds(ranks: int, flags: list[str]) -> float:
             [sys.executable, *launcher, str(ranks), *run], check=True, capture_output=True
         )
         steps = [line["step_seconds"] for line in read_metrics(metrics) if "lm_loss" in line]
-    return statistics.median(steps[1:])
+    return statistics.median(steps[1:])  # the first step compiles and fills caches
 
 
 def table(seconds: dict[str, list[float]]) -> str:
@@ -52,10 +52,10 @@ def table(seconds: dict[str, list[float]]) -> str:
         "|---|---|---|---|",
     ]
     first = next(iter(seconds.values()))
-    for name, its in seconds.items():
-        ratios = [a / b for a, b in zip(its, first, strict=True)]
+    for name, own in seconds.items():
+        ratios = [a / b for a, b in zip(own, first, strict=True)]
         lines.append(
-            f"| {name} | {statistics.median(its):.2f} | {statistics.median(ratios):.3f} | "
+            f"| {name} | {statistics.median(own):.2f} | {statistics.median(ratios):.3f} | "
             f"{min(ratios):.3f} to {max(ratios):.3f} |"
         )
     return "\n".join(lines)
@@ -66,17 +66,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2, help="processes of a run (2)")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each setting (5)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes per run (2)")
+    parser.add_argument("--rounds", type=int, default=5, help="runs per setting (5)")
     parser.add_argument("--run", required=True, help="flags of all runs; at least 3 iterations")
     parser.add_argument(
         "--setting", type=setting, action="append", required=True, metavar="NAME=FLAGS"
     )
-    own = parser.parse_args()
-    seconds: dict[str, list[float]] = {name: [] for name, _ in own.setting}
-    for _ in track(range(own.rounds), "rounds"):
-        for name, flags in own.setting:
-            seconds[name].append(step_seconds(own.ranks, [*shlex.split(own.run), *flags]))
+    options = parser.parse_args()
+    seconds: dict[str, list[float]] = {name: [] for name, _ in options.setting}
+    for _ in track(range(options.rounds), "rounds"):
+        for name, flags in options.setting:
+            seconds[name].append(step_seconds(options.ranks, [*shlex.split(options.run), *flags]))
     print(table(seconds))
 
 

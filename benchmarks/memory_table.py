@@ -1,7 +1,7 @@
-r"""The memory tables in benchmarks/results: one trace for each model, length and setting.
+r"""Write the memory tables in benchmarks/results: one trace per model, length and setting.
 
-Every trace is `memory_trace.py` in a process of its own, and its numbers stay in a file, so an
-interrupted run goes on where it was. On two cores all of it takes about an hour.
+Every trace is `memory_trace.py` in a process of its own, and its numbers are kept in a file, so an
+interrupted run continues where it stopped. On two cores all traces take about an hour.
 
     python benchmarks/memory_table.py --folder runs/memory --jobs 2
 """
@@ -48,11 +48,11 @@ class Subject:
     tiles: tuple[tuple[int, int], ...]
     """Longest sequence, in Mi tokens, and the tile up to there; the last for all longer ones.
 
-    Large tiles are traced faster, and no longer show where attention takes more than they do.
+    Large tiles are traced faster. Up to these sizes the peak is attention's, not that of a tile.
     """
 
     def residual_bytes(self, tokens: int) -> int:
-        """H: of one bf16 residual on one rank."""
+        """H: one bf16 residual, [tokens / ranks, hidden size]."""
         hidden = {"llama3-8b": 4096, "qwen3-32b": 5120}[self.model]
         return tokens // self.world_size * hidden * 2
 
@@ -88,14 +88,14 @@ class Case:
 
     @property
     def tile(self) -> int:
-        """Tokens. Parked, attention takes less, and large tiles would show sooner."""
+        """Tokens; smaller when parked, as attention takes less and a tile must not be the peak."""
         sizes = [size for limit, size in self.subject.tiles if LENGTHS[self.length] <= limit * MI]
         parked = "parked" in self.setting and LENGTHS[self.length] < 8 * MI
         return min(sizes[0], 16384) if parked else sizes[0]
 
     @property
     def flags(self) -> str:
-        """Those of memory_trace.py."""
+        """The flags of memory_trace.py."""
         tokens = LENGTHS[self.length]
         always = ALWAYS.format(layers=self.subject.layers, tokens=tokens, tile=self.tile)
         return " ".join(
@@ -107,7 +107,7 @@ class Case:
         )
 
     def numbers(self, folder: Path) -> dict:
-        """Traced now, or before."""
+        """The numbers of the trace, from ``folder`` or made now."""
         name = f"{self.subject.model}_{self.length}_{self.setting.replace(', ', '_')}.json"
         file = folder / name.replace(" ", "-")
         if not file.exists():
@@ -142,7 +142,7 @@ def rows(subject: Subject, found: dict[Case, dict]) -> Iterator[str]:
 
 
 def report(found: dict[Case, dict]) -> str:
-    """All tables, in Markdown."""
+    """All tables, in Markdoptions."""
     lines = ["# Memory of a training step, traced", ""]
     lines += [(HERE / "results/memory_preface.md").read_text().rstrip(), ""]
     for subject in SUBJECTS:
@@ -155,21 +155,23 @@ def report(found: dict[Case, dict]) -> str:
 
 
 def main() -> None:
-    """Trace what is missing and write the tables."""
+    """Make missing traces and write the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, required=True, help="where traces are kept")
-    parser.add_argument("--jobs", type=int, default=1, help="traces at a time (1)")
+    parser.add_argument("--folder", type=Path, required=True, help="of the traces' numbers")
+    parser.add_argument("--jobs", type=int, default=1, help="traces at the same time (1)")
     parser.add_argument("--out", type=Path, default=HERE / "results/memory.md")
-    own = parser.parse_args()
-    own.folder.mkdir(parents=True, exist_ok=True)
-    cases = [Case(s, length, each) for s in SUBJECTS for length in LENGTHS for each in SETTINGS]
-    with ThreadPoolExecutor(own.jobs) as executor:
-        numbers = executor.map(lambda case: case.numbers(own.folder), cases)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    cases = [
+        Case(s, length, setting) for s in SUBJECTS for length in LENGTHS for setting in SETTINGS
+    ]
+    with ThreadPoolExecutor(options.jobs) as executor:
+        numbers = executor.map(lambda case: case.numbers(options.folder), cases)
         found = dict(zip(cases, track(numbers, "tracing", len(cases)), strict=True))
-    own.out.write_text(report(found))
-    print(f"wrote {own.out}")
+    options.out.write_text(report(found))
+    print(f"wrote {options.out}")
 
 
 if __name__ == "__main__":

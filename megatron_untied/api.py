@@ -135,6 +135,8 @@ def untied_attention(
         raise ValueError(f"rotary is {shapes}; q {list(q.shape)} needs [{n}, 1 or {b}, 1, rot/2].")
 
     def loop() -> tuple[UntiedUlysses, Attention]:
+        # New in each pass: a workspace that autograd held would keep all chunk buffers of every
+        # call until its backward. A model's layers share one instead.
         workspace = Workspace()
         ulysses = UntiedUlysses(schedule, d, group, workspace)
         if ring_group is None:
@@ -267,6 +269,8 @@ def streamed_layers(
     )
     backend = choose_backend(config.transformer_impl, config.normalization)
     arena = HostArena.for_device(current_device())
+    # One context and one store for all layers: they take turns in the same buffers, and a layer's
+    # input may be recomputed from one kept several layers before.
     spec = layer_spec(config, backend, context, memory, arena)
     return StreamedLayers(
         build_module(spec, config=config, layer_number=i + 1, pg_collection=groups)

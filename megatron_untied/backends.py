@@ -1,4 +1,4 @@
-"""Which classes fill the norm and linear slots of the layer spec: ``--transformer-impl``."""
+"""Chooses the classes for the norm and linear slots of the layer spec: ``--transformer-impl``."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from megatron_untied.norms import LayerNorm, RMSNorm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """Classes for megatron-core's ModuleSpec slots, called as megatron-core calls its own."""
+    """Classes for the slots of megatron-core's ModuleSpec, with its constructor arguments."""
 
     norm: type[torch.nn.Module]
     """Called with ``config``, ``hidden_size`` and ``eps``."""

@@ -1,4 +1,4 @@
-"""Matrix products of narrow operands with an fp32 result, which only CUDA has as one operation."""
+"""Matrix products of bf16 operands with an fp32 result: one cuBLAS call, emulated on a CPU."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from megatron_untied.platform import fused_ops
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` in the accumulation dtype: [i, k] x [k, j] -> [i, j].
 
-    A CPU rounds each entry of a bf16 product to bf16 before it is widened; CUDA does not.
+    On a CPU a product of bf16 operands is rounded to bf16 before it is widened, on CUDA it is not.
     """
     dtype = accumulation_dtype(a.dtype)
     if a.is_cuda and a.dtype != dtype:
@@ -19,10 +19,10 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``total += a @ b`` summed in total's dtype, with no temporary of total's size.
+    """``total += a @ b`` in total's dtype: [i, k] x [k, j] into [i, j], which is returned.
 
-    cuBLAS adds a product of bf16 operands into an fp32 total. A CPU cannot, so there the operands
-    are widened: the same sum up to fp32 rounding.
+    cuBLAS adds a product of bf16 operands to an fp32 total without a temporary of total's size. On
+    a CPU the operands are widened: the same sum up to fp32 rounding.
     """
     if total.is_cuda and total.dtype != a.dtype:
         return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

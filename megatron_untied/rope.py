@@ -1,7 +1,7 @@
-"""Rotary position embedding for the positions a rank owns.
+"""Rotary position embedding for the positions of one rank.
 
-Angles are computed in float64: in fp32 the angle of position 5 Mi is known to 0.25 only, and in
-bf16 not at all. Cosines and sines are stored in fp32, which keeps them within 6e-8, and the
+Angles are computed in float64: at position 5 Mi an angle in fp32 has an error of 0.25, and in bf16
+it is meaningless. Cosines and sines are stored in fp32, which keeps them within 6e-8, and the
 rotation is computed in fp32. Pairs are the two halves of the rotated width, as in Llama and in
 Megatron's non-interleaved form.
 """
@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron_untied.config import RotaryConfig
 
 _BLOCK_ELEMENTS = 1 << 23
-"""Elements computed on at a time: a temporary is 64 MiB in float64, 32 MiB in fp32."""
+"""Elements per block: a temporary is 64 MiB in float64, 32 MiB in fp32."""
 
 
 def rotated_width(config: RotaryConfig, head_width: int) -> int:
-    """How many of a head's first dimensions are rotated: ``percent`` of them.
+    """Number of a head's first dimensions that are rotated: ``percent`` of them.
 
     Raises:
         ValueError: if that is not an even number of dimensions, at least 2.
@@ -33,7 +33,7 @@ def rotated_width(config: RotaryConfig, head_width: int) -> int:
 
 
 def check_scaling(config: RotaryConfig) -> None:
-    """Refuse what cannot work and what would have no effect.
+    """Refuse values that cannot work, and settings that would have no effect.
 
     Raises:
         ValueError: with the value seen and one that works.
@@ -67,8 +67,8 @@ def check_scaling(config: RotaryConfig) -> None:
 def rotary_frequencies(config: RotaryConfig, head_width: int) -> tuple[Tensor, float]:
     """Angle per position of every pair, float64 [rot/2] on the CPU, and the attention factor.
 
-    Every kind of scaling turns part of the frequencies down by ``scaling_factor``; they differ in
-    which. The attention factor multiplies cos and sin (YaRN; 1 for the others).
+    Every kind of scaling divides some of the frequencies by ``scaling_factor``. The attention
+    factor multiplies cos and sin (YaRN; 1 for the others).
 
     Raises:
         ValueError: see :func:`rotated_width` and :func:`check_scaling`.
@@ -76,7 +76,7 @@ def rotary_frequencies(config: RotaryConfig, head_width: int) -> tuple[Tensor, f
     check_scaling(config)
     width = rotated_width(config, head_width)
     pair = torch.arange(width // 2, dtype=torch.float64, device="cpu")
-    frequencies = config.base ** (-2.0 * pair / width)
+    frequencies = config.base ** (-2.0 * pair / width)  # [rot/2]
     if config.scaling == "none":
         return frequencies, 1.0
     if config.scaling == "linear":
@@ -87,6 +87,7 @@ def rotary_frequencies(config: RotaryConfig, head_width: int) -> tuple[Tensor, f
         stretched, attention_factor = _yarn_stretched(config, pair, width), config.attention_factor
         if attention_factor is None:
             attention_factor = yarn_attention_factor(config.scaling_factor)
+    # Interpolated per pair, between scaled (1) and original (0).
     scaled = frequencies / config.scaling_factor
     return scaled * stretched + frequencies * (1.0 - stretched), attention_factor
 
@@ -100,9 +101,9 @@ def yarn_attention_factor(
 
 
 def _llama3_stretched(config: RotaryConfig, frequencies: Tensor) -> Tensor:
-    """By how much each pair is scaled, 0 to 1: a ramp over how often it turns in the old context.
+    """How far each pair is scaled, 0 to 1, fp64 [rot/2]: a ramp over its turns in the old context.
 
-    ``high_freq_factor`` turns or more: kept. ``low_freq_factor`` or fewer: scaled.
+    ``high_freq_factor`` turns or more: 0. ``low_freq_factor`` or fewer: 1.
     """
     turns = config.original_max_positions * frequencies / (2.0 * math.pi)
     kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
@@ -110,17 +111,18 @@ def _llama3_stretched(config: RotaryConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn_stretched(config: RotaryConfig, pair: Tensor, width: int) -> Tensor:
-    """By how much each pair is scaled, 0 to 1: a ramp over the pair's index (YaRN, section 3.2).
+    """How far each pair is scaled, 0 to 1, fp64 [rot/2]: a ramp over its index (YaRN, section 3.2).
 
     The ramp runs from the pair that turns ``beta_fast`` times in the old context to the one that
     turns ``beta_slow`` times.
     """
-
-    def pair_that_turns(times: float) -> float:
-        context = config.original_max_positions
-        return width * math.log(context / (times * 2.0 * math.pi)) / (2.0 * math.log(config.base))
-
-    first, last = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    # Pair i turns context * base^(-2i / width) / 2 pi times; solved for i.
+    first, last = (
+        width
+        * math.log(config.original_max_positions / (turns * 2.0 * math.pi))
+        / (2.0 * math.log(config.base))
+        for turns in (config.beta_fast, config.beta_slow)
+    )
     if config.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
@@ -130,17 +132,17 @@ def _yarn_stretched(config: RotaryConfig, pair: Tensor, width: int) -> Tensor:
 
 
 class RotaryTable:
-    """Cosines and sines for given positions; remembers the last ones.
+    """Cosines and sines for given positions; caches the last ones.
 
-    Not a module: ``model.bfloat16()``, ``model.to()`` and a meta-device build do not touch it. All
-    layers of a model share one. At 655,360 positions of width 128 it holds 2 x 160 MiB.
+    Not a module, so that ``model.bfloat16()``, ``model.to()`` and a meta-device build leave it
+    alone. All layers of a model share one. At 655,360 positions of width 128 it holds 2 x 160 MiB.
 
     Raises:
         ValueError: see :func:`rotated_width` and :func:`check_scaling`.
     """
 
     def __init__(self, config: RotaryConfig, head_width: int):
-        check_scaling(config)
+        check_scaling(config)  # here, not when the first step asks for a table
         rotated_width(config, head_width)
         self._config, self._head_width = config, head_width
         self._positions, self._version, self._table = None, None, None
@@ -148,11 +150,11 @@ class RotaryTable:
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cos and sin, fp32 [n, b or 1, 1, rot/2], on the device of ``positions``.
 
-        ``positions`` is int64 [n], the same for the whole batch, or [b, n]. Asking again with the
-        same, unmodified tensor costs nothing; another one makes a new table.
+        ``positions`` is int64 [n], the same for the whole batch, or [b, n]. The same, unmodified
+        tensor costs nothing again; another one builds a new table.
         """
         if positions is not self._positions or positions._version != self._version:
-            self._table = None  # free the old table before there is a new one
+            self._table = None  # free the old table before allocating the new one
             self._table = self._build(positions)
             self._positions, self._version = positions, positions._version
         return self._table
@@ -178,16 +180,16 @@ def rotate_(
 ) -> Tensor:
     """Rotate [t, b, heads, d] in place, or into ``out``: another tensor of any strides.
 
-    ``cos`` and ``sin`` are the rows of a :class:`RotaryTable` for these t tokens. Dimensions past
-    the rotated width are passed on. Computed in fp32 (float64 for a float64 ``x``), rounded once;
-    temporaries are bounded whatever the size of ``x``. ``adjoint`` applies the transpose, which is
+    ``cos`` and ``sin`` [t, b or 1, 1, rot/2] are rows of a :class:`RotaryTable` for these tokens.
+    Dimensions past the rotated width are copied. Computed in fp32 (float64 for a float64 ``x``),
+    rounded once; the size of temporaries is bounded. ``adjoint`` applies the transpose, which is
     the backward pass, attention factor included. Not recorded by autograd; see :func:`rotate`.
     """
     out = x if out is None else out
     half, sign = cos.shape[-1], 1.0 if adjoint else -1.0
     for x_block, out_block, c, s in _blocks(x.shape[1:].numel(), x, out, cos, sin):
         first, second = x_block.narrow(-1, 0, half), x_block.narrow(-1, half, half)
-        # Both are made before either is written: out may be x.
+        # Both are computed before either is written: out may be x.
         rotated_first = torch.mul(first, c).addcmul_(second, s, value=sign)
         rotated_second = torch.mul(second, c).addcmul_(first, s, value=-sign)
         if out is x:
@@ -218,7 +220,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _blocks(elements_per_token: int, *tensors: Tensor) -> zip:
-    """Cut tensors along their first dimension into blocks of at most ``_BLOCK_ELEMENTS``."""
+    """Split tensors along dimension 0 into blocks of at most ``_BLOCK_ELEMENTS``, in step."""
     tokens = max(1, _BLOCK_ELEMENTS // max(1, elements_per_token))
     if len(tensors[0]) <= tokens:
         return zip(*([tensor] for tensor in tensors), strict=True)

@@ -8,7 +8,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
-from megatron_untied.model import UntiedGPTModel, build_model
+from megatron_untied.gpt_model import UntiedGPTModel
+from megatron_untied.model import Runtime, build_model
 from megatron_untied.sharding.initialize_weights import initialize_weights
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming.host_arena import HostArena
@@ -58,7 +59,8 @@ def make_model(
     parallel = parallel or ParallelConfig()
     groups = groups or parallel_groups(parallel)
     memory, precision = memory or MemoryConfig(), precision or Precision()
-    built = build_model(model, parallel, memory, precision, groups, arena=arena, progress=progress)
+    runtime = Runtime(arena=arena, progress=progress)
+    built = build_model(model, parallel, memory, precision, groups, runtime=runtime)
     initialize_weights(built, model, seed, groups.tp)
     return built
 

@@ -12,7 +12,7 @@ LAYERS = (
     ("norms", "matmul", "backends", "rope", "flops", "tiling"),
     ("context_parallel",),
     ("streaming", "loss"),
-    ("model",),
+    ("gpt_model", "model"),
     ("sharding",),
     ("checkpoint",),
     ("data", "hf", "megatron_lm", "planner"),

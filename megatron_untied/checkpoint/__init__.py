@@ -2,7 +2,7 @@
 
 A checkpoint is ``iter_0000100/`` with the tensors of the whole model in PyTorch's distributed
 format (``model.<name>``, ``optimizer.exp_avg.<name>``, ``optimizer.exp_avg_sq.<name>``), one file
-of random states a rank, ``state.json`` and ``run_config.json``.
+of random states per rank, ``state.json`` and ``run_config.json``.
 """
 
 from megatron_untied.checkpoint.load import bytes_to_read, describe_loading, load_checkpoint

@@ -1,4 +1,7 @@
-"""Ranks that succeed or fail together."""
+"""Makes ranks succeed or fail together: an error on one rank is raised on all of them.
+
+Otherwise the other ranks would wait in their next collective until it times out.
+"""
 
 import socket
 from collections.abc import Callable
@@ -12,11 +15,11 @@ from megatron_untied.platform import device
 T = TypeVar("T")
 
 Gather = Callable[[Any], list[Any]]
-"""This rank's value -> every rank's, in their order; collective over all ranks."""
+"""This rank's value -> the values of all ranks in rank order; collective over all ranks."""
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """:data:`Gather` in the process group; without one there is a single rank."""
+    """A :data:`Gather` over the default process group; without one there is a single rank."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -25,11 +28,13 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_rare(value: Any) -> list[Any]:
-    """The same for what is nearly always None: costs an all-reduce of a number where all are."""
+    """The same for values that are nearly always None: then it costs one all-reduce of a number."""
     if dist.is_initialized():
-        there = torch.tensor(value is not None, dtype=torch.int32, device=device.current_device())
-        dist.all_reduce(there)
-        if not there:
+        is_given = torch.tensor(
+            value is not None, dtype=torch.int32, device=device.current_device()
+        )
+        dist.all_reduce(is_given)  # all_gather_object costs two collectives and pickling
+        if not is_given:
             return [None] * dist.get_world_size()
     return gather_objects(value)
 
@@ -37,8 +42,8 @@ def gather_rare(value: Any) -> list[Any]:
 def raise_on_all_ranks(action: Callable[[], T], gather: Gather = gather_rare) -> T:
     """This rank's result of ``action``; raises on every rank what it raised on the first that did.
 
-    Collective over all ranks, so that none waits in a later collective for one that has failed. An
-    error that not all ranks have names the first rank that has it, and its node.
+    Collective over all ranks. An error that some ranks do not have names the first rank that has
+    it, and its node.
     """
     result, failure = None, None
     try:
@@ -55,20 +60,20 @@ def _shared_failure(
     mine: Exception | None, failures: list[tuple[Exception, str] | None]
 ) -> Exception:
     """One failure, with the same message on every rank."""
-    rank, (first, host) = next((rank, each) for rank, each in enumerate(failures) if each)
-    if all(each and str(each[0]) == str(first) for each in failures):
-        return mine
-    # Subclasses of ValueError may not be made from a message alone; those of OSError are.
+    rank, (first, host) = next((r, failure) for r, failure in enumerate(failures) if failure)
+    if all(failure and str(failure[0]) == str(first) for failure in failures):
+        return mine  # the same error everywhere needs no rank
+    # A subclass of ValueError may need more than a message, UnicodeDecodeError for example.
     kind = type(first) if isinstance(first, OSError) else ValueError
-    place = mine.__traceback__ if mine is not None else None
-    return kind(f"{first} (rank {rank} on {host})").with_traceback(place)
+    traceback = mine.__traceback__ if mine is not None else None
+    return kind(f"{first} (rank {rank} on {host})").with_traceback(traceback)
 
 
 def same_on_all_ranks(action: Callable[[], T], what: str, gather: Gather = gather_objects) -> T:
-    """The result of ``action``, checked to be every rank's.
+    """The result of ``action``, which must be the same on all ranks.
 
     Raises:
-        ValueError: on every rank, if the results differ; ``what`` says what they are.
+        ValueError: on every rank, if the results differ; ``what`` is their name in the message.
     """
     result = raise_on_all_ranks(action, gather)
     results = gather(result)

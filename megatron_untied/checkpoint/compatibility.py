@@ -1,4 +1,9 @@
-"""Whether a checkpoint can become this run's state, decided before anything is read into it."""
+"""Checks that a checkpoint fits this run, made before any state is overwritten.
+
+Its files must be complete and hold the run's tensors (:class:`TensorFiles`), its architecture must
+be the run's (:func:`require_same_structure`), and so must its schedule
+(:func:`require_same_schedule`, :func:`resume_schedule`).
+"""
 
 import math
 import operator
@@ -14,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_untied.checkpoint.directory import require_content
 from megatron_untied.config import ModelConfig
 from megatron_untied.config.flag_names import flag_of
+from megatron_untied.config.problems import first_few
 
 STRUCTURE = (
     "num_layers",
@@ -51,21 +57,21 @@ CHANGEABLE = (
 )
 """Fields that change the function too, but that are changed to continue at a longer context."""
 
-OF_SCALING = {
+SCALING_FIELDS = {
     "none": (),
     "linear": ("scaling_factor",),
     "llama3": ("scaling_factor", "original_max_positions", "low_freq_factor", "high_freq_factor"),
     "yarn": ("scaling_factor", "original_max_positions", "beta_fast", "beta_slow",
              "attention_factor", "truncate"),
 }  # fmt: skip
-"""What each kind of rotary scaling reads; the other fields change nothing."""
+"""Fields of RotaryConfig that each kind of scaling reads; the others have no effect."""
 
-SHOWN = 3
+MAX_LISTED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
-    """What a checkpoint's files hold, read without reading the tensors."""
+    """Names and shapes of a checkpoint's tensors, known without reading the tensors."""
 
     folder: Path
     shapes: Mapping[str, tuple[int, ...]]
@@ -81,19 +87,19 @@ class TensorFiles:
             require_content(folder / ".metadata")
         try:
             index = dcp.FileSystemReader(folder).read_metadata()
-        except Exception as error:  # whatever a spoilt pickle may raise
+        except Exception as error:  # a damaged pickle can raise any exception
             raise ValueError(damaged(folder, f".metadata: {error}")) from error
         if broken := [*_broken_files(folder, index), *_tensors_with_holes(index)]:
-            raise ValueError(damaged(folder, _some(broken)))
-        shapes = {name: tuple(one.size) for name, one in index.state_dict_metadata.items()}
+            raise ValueError(damaged(folder, first_few(broken, MAX_LISTED, "; ")))
+        shapes = {name: tuple(tensor.size) for name, tensor in index.state_dict_metadata.items()}
         return cls(folder, shapes)
 
     def require(self, expected: Mapping[str, tuple[int, ...]], *, allow_more: str | None) -> None:
-        """Check that the tensors of a run are here, with its shapes, and none beside them.
+        """Check that the files hold the tensors of a run, with its shapes, and no others.
 
         Args:
             expected: global shapes by name.
-            allow_more: names that begin so may be here in vain.
+            allow_more: prefix of names that may be in the files without being expected.
 
         Raises:
             ValueError: with the first few that differ and both shapes.
@@ -107,13 +113,14 @@ class TensorFiles:
             if self.shapes.get(name, shape) != shape
         ]
         if problems:
-            raise ValueError(f"{self.folder} does not fit this model: {_some(problems)}")
+            listed = first_few(problems, MAX_LISTED, "; ")
+            raise ValueError(f"{self.folder} does not fit this model: {listed}")
 
 
 def require_same_structure(
     folder: Path, stored: ModelConfig, here: ModelConfig, *, use_checkpoint_args: bool = False
 ) -> None:
-    """Check that the checkpoint is of this architecture.
+    """Check that the checkpoint has this run's architecture.
 
     Raises:
         ValueError: with the settings that differ and both values.
@@ -126,12 +133,13 @@ def require_same_structure(
 
 
 def changed_settings(stored: ModelConfig, here: ModelConfig) -> list[str]:
-    """What makes the same weights another function, as it may be meant: a setting, both values.
+    """Settings that make another function of the same weights, which may be intended: both values.
 
-    Fewer positions than before are no change: nothing reads them.
+    A smaller maximum of positions does not count: it changes no output.
     """
     kinds = stored.rotary.scaling, here.rotary.scaling
-    scaling = dict.fromkeys(f"rotary.{name}" for kind in kinds for name in OF_SCALING[kind])
+    # A dict, for an ordered set: both kinds may read the same field.
+    scaling = dict.fromkeys(f"rotary.{name}" for kind in kinds for name in SCALING_FIELDS[kind])
     fields = ["window_size", "rotary.base", "rotary.scaling", *scaling]
     if here.max_position_embeddings > stored.max_position_embeddings:
         fields.append("max_position_embeddings")
@@ -141,22 +149,20 @@ def changed_settings(stored: ModelConfig, here: ModelConfig) -> list[str]:
 def _differing(fields: Iterable[str], stored: ModelConfig, here: ModelConfig) -> Iterator[str]:
     for field in fields:
         before, now = (operator.attrgetter(field)(model) for model in (stored, here))
-        if before != now:
-            yield f"{flag_of(f'model.{field}')}: {_shown(field, before)}, here {_shown(field, now)}"
-
-
-def _shown(field: str, value: Any) -> Any:
-    if field != "window_size":
-        return value
-    return "unlimited" if value is None else f"{value - 1},0"  # as the flag counts
+        if before == now:
+            continue
+        if field == "window_size":  # as the flag counts: without the query itself
+            before, now = ("unlimited" if n is None else f"{n - 1},0" for n in (before, now))
+        yield f"{flag_of(f'model.{field}')}: {before}, here {now}"
 
 
 def damaged(folder: Path, what: str) -> str:
-    """What to say of a checkpoint that cannot be read, and what to do."""
+    """The message for a checkpoint that cannot be read, with the remedy."""
     return f"{folder} is not a whole checkpoint: {what}. Choose another with --ckpt-step."
 
 
 def _broken_files(folder: Path, index: Metadata) -> Iterator[str]:
+    # One stat per file, instead of reading terabytes: enough to find a copy that was cut short.
     ends: dict[str, int] = {}
     for stored in index.storage_data.values():
         end = stored.offset + stored.length
@@ -177,28 +183,22 @@ def _tensors_with_holes(index: Metadata) -> Iterator[str]:
             yield f"{name} has {stored} of {math.prod(tensor.size)} elements"
 
 
-def _some(problems: Iterable[str]) -> str:
-    listed = list(problems)
-    more = f"; and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
-    return "; ".join(listed[:SHOWN]) + more
-
-
 NOT_IN_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
-"""What megatron-core's own state of a schedule leaves out."""
+"""Settings of a schedule that are missing in megatron-core's own ``state_dict``."""
 
 
 def schedule_state(scheduler: OptimizerParamScheduler) -> dict[str, Any]:
-    """Every setting of a schedule and how far it is; steps are samples."""
+    """Every setting of a schedule, and its position; steps are samples."""
     return scheduler.state_dict() | {name: getattr(scheduler, name) for name in NOT_IN_STATE}
 
 
 def require_same_schedule(
     folder: Path, stored: Mapping[str, Any], scheduler: OptimizerParamScheduler
 ) -> None:
-    """Check that the learning rate and weight decay go on as they began.
+    """Check that learning rate and weight decay continue their schedule.
 
-    Settings that no later value depends on may differ: the length of a constant schedule, so that
-    training can be prolonged, and a warmup that is over.
+    Settings that no later value depends on may differ: a warmup that is over, and the length of a
+    constant schedule, so that a run can be extended.
 
     Raises:
         ValueError: with the settings that differ, both values and the flags that choose.
@@ -220,19 +220,20 @@ def require_same_schedule(
 def resume_schedule(
     scheduler: OptimizerParamScheduler, stored: Mapping[str, Any], *, take_settings: bool
 ) -> None:
-    """Go on after as many samples as ``stored``; with its settings, or with those of this run."""
+    """Continue at the position of ``stored``, with its settings or with those of this run."""
     if take_settings:
         for name in stored.keys() - {"num_steps"}:
             setattr(scheduler, name, stored[name])
         for group in scheduler.optimizer.param_groups:
-            # megatron-core's groups have copies, which count for more than the schedule's own.
+            # Megatron-core's parameter groups have copies, which override the schedule's own.
             group |= {name: stored[name] for name in ("max_lr", "min_lr") if name in group}
     scheduler.num_steps = stored["num_steps"]
     scheduler.step(0)
 
 
 def _unread(stored: Mapping[str, Any], here: Mapping[str, Any]) -> set[str]:
-    unread = {"num_steps"}
+    """Settings that no later learning rate depends on."""
+    unread = {"num_steps"}  # the position
     styles = {stored["lr_decay_style"], here["lr_decay_style"]}
     warm = stored["num_steps"] > max(stored["lr_warmup_steps"], here["lr_warmup_steps"])
     if warm:

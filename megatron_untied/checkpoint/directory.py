@@ -1,8 +1,9 @@
-"""Checkpoints on disk in Megatron's layout, changed so that a crash never loses the last one.
+"""Folders of checkpoints in Megatron's layout, updated so that a crash never loses the last one.
 
 ``iter_0000100/`` is complete as soon as it has that name. It is filled under another name first,
 and ``latest_checkpointed_iteration.txt`` names it only after everything is on the disk. That other
-name holds the id of the run, so runs that save into one directory do not touch each other's.
+name has the id of the run, so runs that save into one directory leave each other's alone. The small
+files of a checkpoint are written and read here too, durably and as strict JSON.
 """
 
 import itertools
@@ -31,20 +32,21 @@ def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | Non
             ``directory`` is a file or one checkpoint itself.
     """
     _require_folder_of_checkpoints(directory)
-    asked = "--ckpt-step"
+    source = "--ckpt-step"
     if iteration is None:
-        asked = str(directory / TRACKER)
+        source = str(directory / TRACKER)
         if (iteration := latest_iteration(directory)) is None:
             if _iterations(directory):
                 raise ValueError(
-                    f"{directory} has no {TRACKER} to say which checkpoint is the last; "
-                    f"{_there_is(directory)}"
+                    f"{directory} has no {TRACKER} to name the latest checkpoint; "
+                    f"{_available(directory)}"
                 )
             return None
     folder, replaced = iteration_folder(directory, iteration), replaced_folder(directory, iteration)
+    # A crash inside publish() can leave the earlier checkpoint of this iteration alone.
     found = next((path for path in (folder, replaced) if path.is_dir()), None)
     if found is None:
-        raise ValueError(f"{asked} names iteration {iteration}; {_there_is(directory)}")
+        raise ValueError(f"{source} names iteration {iteration}; {_available(directory)}")
     return found
 
 
@@ -62,7 +64,7 @@ def _require_folder_of_checkpoints(directory: Path) -> None:
 
 
 def latest_iteration(directory: Path) -> int | None:
-    """What the tracker file says; None without one.
+    """The iteration in the tracker file; None without one.
 
     Raises:
         ValueError: it does not hold an iteration.
@@ -72,17 +74,19 @@ def latest_iteration(directory: Path) -> int | None:
         return None
     text = tracker.read_bytes().decode(errors="replace").strip()
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{tracker} holds {text[:40]!r}, not an iteration; {_there_is(directory)}")
+        raise ValueError(
+            f"{tracker} holds {text[:40]!r}, not an iteration; {_available(directory)}"
+        )
     return int(text)
 
 
 def iteration_folder(directory: Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration lies."""
+    """The folder of the checkpoint of an iteration."""
     return directory / f"iter_{iteration:07d}"
 
 
 def staging_folder(directory: Path, iteration: int, run_id: str | None = None) -> Path:
-    """Where a run puts the checkpoint of an iteration together."""
+    """The folder in which a run assembles the checkpoint of an iteration."""
     return directory / f"iter_{iteration:07d}{_staging_suffix(run_id)}"
 
 
@@ -91,13 +95,14 @@ def _staging_suffix(run_id: str | None) -> str:
 
 
 def make_writable(directory: Path, flag: str) -> None:
-    """Make ``directory``, which ``flag`` names, if it is not there.
+    """Create ``directory``, the value of ``flag``, if it does not exist.
 
     Raises:
-        ValueError: it cannot be made, is no folder, or nothing can be written into it.
+        ValueError: it cannot be created, is no folder, or is not writable.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        # A file: permission bits do not tell of read-only mounts, quotas or root squashing.
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise ValueError(
@@ -106,7 +111,7 @@ def make_writable(directory: Path, flag: str) -> None:
 
 
 def start(directory: Path, iteration: int, run_id: str | None = None) -> None:
-    """Make an empty staging folder; deletes what a crash of this run has left of earlier ones.
+    """Create an empty staging folder; removes those that a crash of this run has left.
 
     Those of other runs stay, with a warning: such a run may be saving now.
     """
@@ -124,19 +129,19 @@ def start(directory: Path, iteration: int, run_id: str | None = None) -> None:
 
 
 def checkpoint_names(directory: Path) -> list[str]:
-    """What lies in ``directory`` under the name of a checkpoint or tracker, whoever wrote it."""
+    """Names in ``directory`` of checkpoints and of the tracker, whichever run wrote them."""
     folders = (path.name for path in directory.glob("iter_*"))
     found = [name for name in folders if name[5:].removesuffix(REPLACED).isdigit()]
     return sorted(found) + [TRACKER] * (directory / TRACKER).exists()
 
 
 def replaced_folder(directory: Path, iteration: int) -> Path:
-    """Where a checkpoint lies while another of the same iteration takes its place."""
+    """The folder of a checkpoint while another of the same iteration takes its place."""
     return directory / f"iter_{iteration:07d}{REPLACED}"
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename what lies where this run must write; its new place."""
+    """Rename an existing folder, to keep it; returns its new path."""
     places = (folder.with_name(f"{folder.name}.kept-{n}") for n in itertools.count(1))
     place = next(path for path in places if not path.exists())
     return folder.rename(place)
@@ -146,15 +151,15 @@ def publish(directory: Path, iteration: int, run_id: str | None = None) -> None:
     """Give the filled folder its name, then move the tracker to it."""
     folder, replaced = iteration_folder(directory, iteration), replaced_folder(directory, iteration)
     staging = staging_folder(directory, iteration, run_id)
-    flush_folder(staging)
+    flush_folder(staging)  # before the rename: a complete name must mean complete content
     if folder.exists():
-        # Another checkpoint of this iteration: readers fall back to `replaced` in between.
+        # An earlier checkpoint of this iteration: until the next rename readers use `replaced`.
         _delete(replaced, run_id)
         folder.rename(replaced)
     staging.rename(folder)
     flush_folder(directory)
     write_durably(directory / TRACKER, f"{iteration}\n".encode())
-    _delete(replaced, run_id)
+    _delete(replaced, run_id)  # last: until here it is what a crash would fall back to
 
 
 def retire(directory: Path, iteration: int, run_id: str | None = None) -> None:
@@ -163,38 +168,38 @@ def retire(directory: Path, iteration: int, run_id: str | None = None) -> None:
 
 
 def _delete(folder: Path, run_id: str | None) -> None:
-    """A crash on the way leaves what does not look like a checkpoint and :func:`start` deletes."""
+    # A crash meanwhile leaves no folder under a complete name, and start() removes it.
     if folder.exists():
         shutil.rmtree(folder.rename(folder.with_name(folder.name + _staging_suffix(run_id))))
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file that is there either whole or not at all, and stays."""
+    """Write a file atomically: after a crash it is complete or absent, never partial."""
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
+    partial.replace(path)  # atomic within a file system
     flush_folder(path.parent)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write ``values`` as people like to read them; what JSON does not know becomes its text."""
+    """Write ``values`` as indented JSON; other types than JSON's are written as their text."""
     write_durably(path, (json.dumps(values, indent=2, default=str) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What :func:`write_json` wrote.
+    """The content of a JSON file, which must be an object without repeated keys.
 
     Raises:
-        ValueError: the file is not there, or something else is in it.
+        ValueError: the file is missing or not such an object.
     """
     if not path.is_file():
         raise ValueError(f"{path} is missing: {path.parent} is not a whole checkpoint")
     require_content(path)
     try:
-        values = json.loads(path.read_text(), object_pairs_hook=_each_key_once)
+        values = json.loads(path.read_text(), object_pairs_hook=_require_unique_keys)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
@@ -223,7 +228,7 @@ def require_content(path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the names in a folder are on the disk: fsync of a file leaves out its name."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -231,22 +236,22 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For ``json.loads``, which would keep the last of several values without a word."""
+def _require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # json.loads would keep the last of several values without an error.
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in values if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there more than once; remove all but one")
+        repeated = next(name for name in values if names.count(name) > 1)
+        raise ValueError(f"the key {repeated!r} is there more than once; remove all but one")
     return values
 
 
 def _iterations(directory: Path) -> list[int]:
     names = (path.name.removeprefix("iter_") for path in directory.glob("iter_*"))
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if name.isdigit())  # complete ones alone
 
 
-def _there_is(directory: Path) -> str:
+def _available(directory: Path) -> str:
     iterations = _iterations(directory)
     if not iterations:
         return f"{directory} has no checkpoint at all"

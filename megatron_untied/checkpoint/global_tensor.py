@@ -1,4 +1,9 @@
-"""Tensors as PyTorch's distributed checkpoint (DCP) reads and writes them: by global mappings."""
+"""Tensors in the form that PyTorch's distributed checkpoint (DCP) reads and writes: global slices.
+
+A :class:`GlobalTensor` is one tensor of the whole model with this rank's slices of it.
+:func:`write_tensors` and :class:`TensorReader` move them to and from files; the classes below adapt
+DCP's planners, reader and writer to slices that are neither DTensors nor copied as a whole.
+"""
 
 import math
 import os
@@ -31,18 +36,19 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from typing_extensions import override
 
 from megatron_untied.sharding.parameter_layout import GlobalSlice
 from megatron_untied.sharding.tensor_slice import TensorSlice
 
 BLOCK_ELEMENTS = 1 << 24
-"""Largest mapping in a file, 64 MiB in fp32: who needs a part of one reads all of it."""
+"""Largest slice in a file, 64 MiB in fp32: to read a part of a slice, DCP reads all of it."""
 
 
 class GlobalTensor:
     """One tensor of the whole model and the slices of it that this rank holds.
 
-    Ranks that hold the same part may all offer it: DCP lets the one with least to do write it.
+    Several ranks may offer the same slice: DCP chooses the rank with the least to write.
     """
 
     def __init__(self, shape: tuple[int, ...], slices: Iterable[GlobalSlice]):
@@ -50,11 +56,11 @@ class GlobalTensor:
         self.slices = {torch.Size(part.offsets): part.tensor for part in slices}
 
     def size(self) -> torch.Size:
-        """DCP's question when loading."""
+        """The global shape; DCP compares it with the file's."""
         return self.shape
 
     def to_write(self, offsets: torch.Size) -> Tensor:
-        """The part at ``offsets``, asked for once, right before it is written."""
+        """The slice at ``offsets``; called once, immediately before it is written."""
         return self.slices[offsets]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
@@ -76,7 +82,7 @@ class GlobalTensor:
 
 
 def in_blocks(slices: Iterable[GlobalSlice]) -> Iterator[GlobalSlice]:
-    """The same slices, cut by :func:`row_blocks`."""
+    """The same slices, split by :func:`row_blocks`, as views."""
     for part in slices:
         for tensor_slice in row_blocks(TensorSlice(part.offsets, tuple(part.tensor.shape))):
             inside = tensor_slice.shifted([-offset for offset in part.offsets])
@@ -84,7 +90,7 @@ def in_blocks(slices: Iterable[GlobalSlice]) -> Iterator[GlobalSlice]:
 
 
 def row_blocks(tensor_slice: TensorSlice) -> Iterator[TensorSlice]:
-    """``tensor_slice`` in order, cut along its first dimension to at most ``BLOCK_ELEMENTS``."""
+    """``tensor_slice`` split along dimension 0 into at most ``BLOCK_ELEMENTS``, in order."""
     start, num_rows = tensor_slice.offsets[0], tensor_slice.sizes[0]
     at_once = max(1, BLOCK_ELEMENTS // math.prod(tensor_slice.sizes[1:]))
     for row in range(0, num_rows, at_once):
@@ -103,29 +109,14 @@ def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
         dcp.save(dict(tensors), storage_writer=SequentialWriter(folder), planner=_SavePlanner())
 
 
-def read_tensors(
-    folder: Path,
-    tensors: Mapping[str, GlobalTensor],
-    advance: Callable[[int], None] = lambda num_bytes: None,
-) -> None:
-    """Fill every rank's slices in place, from any sharding and dtype; collective over all ranks.
-
-    ``advance`` is told how many bytes of a part have been filled, one part after the other.
-
-    Raises:
-        CheckpointException: on every rank, if any of them could not read.
-    """
-    TensorReader(folder).read(tensors, advance)
-
-
 class TensorReader:
-    """Reads tensors of one checkpoint in as many calls as there is memory for one."""
+    """Reads tensors of one checkpoint, all at once or in several calls that share one index."""
 
     def __init__(self, folder: Path):
         self._reader = _IndexedReader(folder)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor in the files."""
+        """The dtype of a tensor in the files."""
         return self._reader.read_metadata().state_dict_metadata[name].properties.dtype
 
     def read(
@@ -133,15 +124,23 @@ class TensorReader:
         tensors: Mapping[str, GlobalTensor],
         advance: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        """See :func:`read_tensors`."""
+        """Fill every rank's slices in place, from any sharding and dtype; collective.
+
+        ``advance`` is called with the bytes of each slice that has been filled.
+
+        Raises:
+            CheckpointException: on every rank, if any of them could not read.
+        """
         with _with_or_without_ranks():
             dcp.load(dict(tensors), storage_reader=self._reader, planner=_LoadPlanner(advance))
 
 
 class _SavePlanner(DefaultSavePlanner):
     def __init__(self):
+        # The state dict is flat already, and its values are no tensors that torch could flatten.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
+    @override
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].to_write(index.offset)
 
@@ -151,23 +150,27 @@ class _LoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._advance = advance
 
+    @override
     def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
         # The inherited method replaces objects that are not tensors by None.
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
+    @override
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].slices[index.offset]
 
+    @override
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         self._advance(tensor.nbytes)
 
 
 class _IndexedReader(dcp.FileSystemReader):
-    """Reads the index of the checkpoint once; it has an entry for every mapping."""
+    """Reads the index of the checkpoint once: it has an entry for every slice."""
 
     _index: Metadata | None = None
 
+    @override
     def read_metadata(self, *args, **kwargs) -> Metadata:
         if self._index is None:
             self._index = super().read_metadata(*args, **kwargs)
@@ -176,7 +179,7 @@ class _IndexedReader(dcp.FileSystemReader):
 
 @contextmanager
 def _with_or_without_ranks() -> Iterator[None]:
-    """A converter is one process without a process group: no warning, and errors as they are."""
+    """In a process without a process group, such as a converter: no warning, and plain errors."""
     if dist.is_initialized():
         yield
         return
@@ -185,25 +188,26 @@ def _with_or_without_ranks() -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            ((failure, _),) = error.failures.values()
+            ((failure, _),) = error.failures.values()  # of the only rank
             raise failure from error
 
 
 class SequentialWriter(dcp.FileSystemWriter):
-    """Asks the planner for a tensor, writes it and lets it go before it asks for the next.
+    """Obtains one tensor from the planner, writes it and releases it before the next.
 
-    The writer it inherits from (torch 2.13) keeps the host copy of every tensor until its file is
-    complete: a second copy of the weights and moments of a rank, or of a whole model that is
-    converted. The files are the same.
+    The base class (torch 2.13) holds the host copy of every tensor until its file is complete: a
+    second copy of a rank's weights and moments, or of a whole model during conversion. The files
+    are the same.
     """
 
+    @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items, in their order, to one file."""
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         with open(Path(self.path) / name, "wb") as file:
+            # In a function, whose return releases the tensor.
             results = [_write(item, planner.resolve_data(item), file, name) for item in plan.items]
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # a checkpoint is published only when it is on the disk
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written

@@ -1,4 +1,4 @@
-"""Read a checkpoint into a run."""
+"""Loads a checkpoint into the live objects of a run, after all checks have passed on all ranks."""
 
 import logging
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from megatron_untied.checkpoint.compatibility import (
     require_same_structure,
     resume_schedule,
 )
-from megatron_untied.checkpoint.global_tensor import GlobalTensor, read_tensors
+from megatron_untied.checkpoint.global_tensor import GlobalTensor, TensorReader
 from megatron_untied.checkpoint.random_state import (
     load_random_state,
     read_random_state,
@@ -45,21 +45,21 @@ def load_checkpoint(
     start: Start | None = None,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> Progress:
-    """Continue from the checkpoint that ``config`` names: how far it was, or the very start.
+    """Continue from the checkpoint of ``config``; returns its progress, or that of a new run.
 
-    Collective over all ranks; works at any number of ranks and any split of them. Every check is
-    made on every rank before anything is changed.
+    Collective over all ranks, whatever their number and layout. Every check is made on every rank
+    before any state is changed.
 
     Args:
         config: what to load.
         state: written in place.
         seed: for new random states, where those of the checkpoint do not fit the ranks.
-        start: what ``find_start`` has found; None looks for it.
-        advance: told about every so many bytes that are read, of :func:`bytes_to_read`.
+        start: the result of ``find_start``; None calls it.
+        advance: called with the bytes of each slice that was read, of :func:`bytes_to_read`.
 
     Raises:
-        ValueError: on every rank: nothing there though it must be, a damaged checkpoint, another
-            model, another schedule.
+        ValueError: on every rank: a required checkpoint is missing, it is damaged, or it has
+            another model or schedule.
     """
     if start is None:
         start = same_on_all_ranks(lambda: find_start(config), "the checkpoint in --load")
@@ -72,7 +72,12 @@ def load_checkpoint(
     stored = raise_on_all_ranks(lambda: _check(folder, config, state, with_optimizer))
     for note in start.notes:
         _warn(note)
-    _read(folder, _tensors_to_fill(state, with_optimizer), advance)
+    try:
+        TensorReader(folder).read(_tensors_to_fill(state, with_optimizer), advance)
+    except CheckpointException as error:  # on all ranks, for an error on any of them
+        failure, _ = next(iter(error.failures.values()))
+        reason = f"{type(failure).__name__} where its tensors are read"
+        raise ValueError(damaged(folder, reason)) from error
     if with_optimizer:
         state.shards.set_step(stored.optimizer_step)
     state.shards.sync_model_params()
@@ -85,7 +90,7 @@ def load_checkpoint(
 
 
 def describe_loading(config: CheckpointConfig, start: Start) -> str:
-    """What :func:`load_checkpoint` has taken from the checkpoint, in one line."""
+    """One log line: the parts of the checkpoint that :func:`load_checkpoint` restored."""
     taken, progress = ["weights"], start.progress
     if config.finetune:
         return f"loaded {start.folder}: weights alone (--finetune)"
@@ -97,12 +102,12 @@ def describe_loading(config: CheckpointConfig, start: Start) -> str:
         taken.append("random states")
     position = f"{progress.consumed_samples} samples consumed"
     if config.reset_data_position:
-        position = "samples begin anew (--reset-data-position)"
+        position = "samples restart (--reset-data-position)"
     return f"loaded {start.folder}: iteration {progress.iteration}, {position}; {', '.join(taken)}"
 
 
 def bytes_to_read(config: CheckpointConfig, state: CheckpointState) -> int:
-    """What this rank fills from a checkpoint, in its own dtypes; padding is in no file."""
+    """Bytes that this rank fills from a checkpoint, in its own dtypes; padding is in no file."""
     return sum(
         part.tensor.nbytes
         for shard in state.shards.shards(with_moments=_with_optimizer(config, state))
@@ -118,6 +123,7 @@ def _with_optimizer(config: CheckpointConfig, state: CheckpointState) -> bool:
 def _check(
     folder: Path, config: CheckpointConfig, state: CheckpointState, with_optimizer: bool
 ) -> StoredState:
+    """Everything that can be refused, cheapest first; reads only small files and the index."""
     before, here = model_config_of(folder), state.model_config
     require_same_structure(folder, before, here, use_checkpoint_args=config.use_checkpoint_args)
     stored = StoredState.read(folder)
@@ -136,17 +142,8 @@ def _check(
     if changed := changed_settings(before, here):
         _warn(f"{folder} becomes another function of its input: {'; '.join(changed)}")
     if config.load_rng and stored.ranks == RankLayout.of(state.groups):
-        read_random_state(folder, dist.get_rank())
+        read_random_state(folder, dist.get_rank())  # to fail now, not after the weights are read
     return stored
-
-
-def _read(folder: Path, tensors: dict[str, GlobalTensor], advance: Callable[[int], None]) -> None:
-    try:
-        read_tensors(folder, tensors, advance)
-    except CheckpointException as error:
-        failure, _ = next(iter(error.failures.values()))
-        reason = f"{type(failure).__name__} where its tensors are read"
-        raise ValueError(damaged(folder, reason)) from error
 
 
 def _tensors_to_fill(state: CheckpointState, with_optimizer: bool) -> dict[str, GlobalTensor]:
@@ -155,7 +152,7 @@ def _tensors_to_fill(state: CheckpointState, with_optimizer: bool) -> dict[str, 
         layout = state.layouts[shard.name]
         for name, tensor in tensors_of(shard):
             if layout.has_padding:
-                tensor.zero_()  # no file holds the padding
+                tensor.zero_()  # padding is in no file
             tensors[name] = GlobalTensor(
                 layout.global_shape, layout.global_slices(tensor, shard.slices)
             )
@@ -169,10 +166,11 @@ def _restore_random_state(
     if stored.ranks == ranks:
         load_random_state(folder, rank)
         return
+    # Not the seed alone: the random numbers of the first iterations would repeat.
     seed_generators(seed + stored.progress.iteration)
     if stored.ranks is not None:
         _warn(
-            f"{folder} was saved by {stored.ranks}, here are {ranks}: random numbers start anew "
+            f"{folder} was saved by {stored.ranks}, here are {ranks}: random numbers restart "
             f"from seed {seed}, iteration {stored.progress.iteration}"
         )
 

@@ -1,6 +1,5 @@
-"""Which run wrote a checkpoint and from which samples, kept in its ``run_config.json``."""
+"""The run and the samples that a checkpoint comes from, stored in its ``run_config.json``."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,31 +12,31 @@ PROVENANCE = "provenance"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """What training samples depend on, by flag; the values are JSON and can be shown."""
+    """Settings that determine the training samples, by flag; the values are JSON."""
 
     order: dict[str, Any]
-    """What decides which sample comes after so many: another value repeats some and misses some."""
+    """Settings of the order of samples: another value would repeat some and miss some."""
     content: dict[str, Any]
-    """What decides how the model sees the same samples."""
+    """Settings of how the same samples are presented to the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where a checkpoint comes from. Checkpoints of earlier versions have none of it."""
+    """The origin of a checkpoint. Checkpoints of earlier versions have no provenance."""
 
     run_id: str | None = None
-    """Of the run that wrote it: the same for all checkpoints that one run, with its restarts,
-    leaves in one folder."""
+    """Identifies the run that wrote it: the same for all checkpoints of one run and its restarts in
+    one folder."""
     samples: Samples | None = None
     source_dtype: str | None = None
-    """Dtype of the Hugging Face weights that training began with, such as ``bfloat16``."""
+    """Dtype of the Hugging Face weights that training started from, such as ``bfloat16``."""
 
 
 def read_provenance(folder: Path) -> Provenance:
-    """Of the checkpoint in ``folder``.
+    """The provenance of the checkpoint in ``folder``.
 
     Raises:
-        ValueError: its ``run_config.json`` is missing, or something else is in it.
+        ValueError: its ``run_config.json`` is missing or not valid.
     """
     path = folder / RUN_CONFIG
     values = read_json(path).get(PROVENANCE, {})
@@ -51,22 +50,17 @@ def read_provenance(folder: Path) -> Provenance:
 
 
 def is_of_run(folder: Path, run_id: str | None) -> bool:
-    """Whether ``folder`` is a checkpoint that the run wrote; what cannot be read is not."""
+    """Whether the run wrote the checkpoint in ``folder``; False for one that cannot be read."""
     try:
         return read_provenance(folder).run_id == run_id
     except (ValueError, OSError):
-        return False
+        return False  # the caller replaces or deletes only what is surely its own
 
 
 def differences(before: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """The flags whose values differ, with both."""
+    """The flags whose values differ, with both values."""
     return [
         f"{flag}: {before.get(flag, 'not given')}, here {here.get(flag, 'not given')}"
         for flag in dict.fromkeys([*before, *here])
         if before.get(flag) != here.get(flag)
     ]
-
-
-def as_json(provenance: Provenance) -> dict[str, Any]:
-    """What :func:`read_provenance` reads, under its name in ``run_config.json``."""
-    return {PROVENANCE: dataclasses.asdict(provenance)}

@@ -13,31 +13,40 @@ from megatron_untied.checkpoint.directory import require_content, write_durably
 
 
 def save_random_state(folder: Path, rank: int) -> None:
-    """Write this rank's generators to a file of its own."""
+    """Write the states of this rank's generators to a file of its own."""
+    kind, keys, *rest = numpy.random.get_state()
+    state = {
+        "python": random.getstate(),
+        # As a tensor: torch.load(weights_only=True) refuses numpy arrays.
+        "numpy": (kind, torch.from_numpy(keys.astype(numpy.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
     buffer = io.BytesIO()
-    torch.save(_capture(), buffer)
+    torch.save(state, buffer)
     write_durably(random_state_file(folder, rank), buffer.getvalue())
 
 
 def read_random_state(folder: Path, rank: int) -> dict[str, Any]:
-    """What :func:`save_random_state` wrote.
+    """The states that :func:`save_random_state` wrote.
 
     Raises:
         ValueError: the file is missing or damaged.
     """
     path = random_state_file(folder, rank)
     if not path.is_file():
-        raise ValueError(f"{path} is missing; give --no-load-rng to go on without it")
+        raise ValueError(f"{path} is missing; give --no-load-rng to continue without it")
     require_content(path)
     try:
-        # Generators live on the host; weights_only: nothing in the file is executed.
+        # Generator states are host tensors. weights_only: nothing in the file is executed.
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a spoilt pickle may raise
-        raise ValueError(f"{path} is damaged; give --no-load-rng to go on without it") from error
+    except Exception as error:  # a damaged pickle can raise any exception
+        raise ValueError(f"{path} is damaged; give --no-load-rng to continue without it") from error
 
 
 def load_random_state(folder: Path, rank: int) -> None:
-    """Put this rank's generators back to where they were."""
+    """Restore the states of this rank's generators."""
     state = read_random_state(folder, rank)
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
@@ -49,24 +58,13 @@ def load_random_state(folder: Path, rank: int) -> None:
 
 
 def random_state_file(folder: Path, rank: int) -> Path:
-    """Where a rank's generators are."""
+    """The file with a rank's generators."""
     return folder / f"random_{rank:05d}.pt"
 
 
 def seed_generators(seed: int) -> None:
-    """Start every generator anew; tensor-parallel ranks differ where megatron-core wants it so."""
+    """Seed every generator; tensor-parallel ranks differ where megatron-core requires it."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-
-
-def _capture() -> dict[str, Any]:
-    kind, keys, *rest = numpy.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(numpy.int64)), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "megatron": get_cuda_rng_tracker().get_states(),
-    }

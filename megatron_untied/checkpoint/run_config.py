@@ -1,4 +1,4 @@
-"""The run's configuration beside its weights: JSON for people and ``--use-checkpoint-args``."""
+"""``run_config.json`` beside the weights: the run's settings, for ``--use-checkpoint-args``."""
 
 import dataclasses
 import typing
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_untied.checkpoint.directory import find_checkpoint, read_json, write_json
-from megatron_untied.checkpoint.provenance import RUN_CONFIG, Provenance, as_json
+from megatron_untied.checkpoint.provenance import PROVENANCE, RUN_CONFIG, Provenance
 from megatron_untied.config import ModelConfig, RotaryConfig
 from megatron_untied.config.problems import model_problems
 
@@ -15,7 +15,7 @@ def read_model_config(directory: str | Path, iteration: int | None = None) -> Mo
     """The architecture of the checkpoint of ``iteration`` (None: the latest) in ``directory``.
 
     Raises:
-        ValueError: there is no checkpoint, or its architecture is not one of this version's.
+        ValueError: there is no checkpoint, or this version does not support its architecture.
     """
     folder = find_checkpoint(Path(directory), iteration)
     if folder is None:
@@ -27,7 +27,7 @@ def model_config_of(folder: Path) -> ModelConfig:
     """The architecture of one checkpoint.
 
     Raises:
-        ValueError: its ``run_config.json`` is missing, or holds fields or values that cannot be.
+        ValueError: its ``run_config.json`` is missing, or has fields or values that are not valid.
     """
     path = folder / RUN_CONFIG
     values = read_json(path).get("model", {})
@@ -48,22 +48,27 @@ def write_run_config(
 
     ``run_config`` is a dataclass, or None where there was no run.
     """
-    others = dataclasses.asdict(run_config) if run_config is not None else {}
-    model_values = {"model": dataclasses.asdict(model)}
-    write_json(folder / RUN_CONFIG, others | model_values | as_json(provenance))
+    values = dataclasses.asdict(run_config) if run_config is not None else {}
+    # Last: these are what is read back, whatever run_config holds under the same names.
+    values |= {"model": dataclasses.asdict(model), PROVENANCE: dataclasses.asdict(provenance)}
+    write_json(folder / RUN_CONFIG, values)
 
 
 def _from_json(config: type, values: dict[str, Any], path: Path) -> Any:
     known = {field.name: field for field in dataclasses.fields(config)}
-    required = {name for name, field in known.items() if _has_no_default(field)}
+    required = {
+        name
+        for name, field in known.items()
+        if field.default is field.default_factory is dataclasses.MISSING
+    }
     unknown, missing = sorted(values.keys() - known), sorted(required - values.keys())
     if unknown or missing:
         raise ValueError(f"{path}: {config.__name__} has unknown {unknown}, missing {missing}")
     for name, kind in typing.get_type_hints(config).items():
         if name in values and not is_a(values[name], kind):
-            wanted = getattr(kind, "__name__", str(kind)).removeprefix("typing.")
+            expected = getattr(kind, "__name__", str(kind)).removeprefix("typing.")
             raise ValueError(
-                f"{path}: {name} is {values[name]!r}, which is no {wanted}; choose another "
+                f"{path}: {name} is {values[name]!r}, which is no {expected}; choose another "
                 "checkpoint with --ckpt-step"
             )
     return config(**values)
@@ -74,11 +79,7 @@ def is_a(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is typing.Literal:
         return value in typing.get_args(kind)
     if typing.get_args(kind):
-        return any(is_a(value, each) for each in typing.get_args(kind))
-    if isinstance(value, bool) or kind is bool:
+        return any(is_a(value, member) for member in typing.get_args(kind))
+    if isinstance(value, bool) or kind is bool:  # Python's bool is an int
         return isinstance(value, bool) and kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
-
-
-def _has_no_default(field: dataclasses.Field) -> bool:
-    return field.default is field.default_factory is dataclasses.MISSING
+    return isinstance(value, (int, float) if kind is float else kind)  # JSON writes 1.0 as 1.0 or 1

@@ -1,4 +1,4 @@
-"""Write a checkpoint."""
+"""Saves the live objects of a run as a checkpoint, published only when complete on the disk."""
 
 import logging
 from pathlib import Path
@@ -33,17 +33,18 @@ def save_checkpoint(
     provenance: Provenance | None = None,
     save_retain_interval: int | None = None,
 ) -> Path:
-    """Save ``state`` under ``directory/iter_<iteration>``: the folder, complete and on the disk.
+    """Save ``state`` under ``directory/iter_<iteration>``; returns that folder.
 
-    Collective over all ranks. Until it returns, the checkpoint before stays the latest.
+    Collective over all ranks. Until everything is on the disk, the previous checkpoint stays the
+    latest.
 
     Args:
         directory: shared by all ranks.
-        state: what to save; only moments that do not exist yet are made in it.
-        progress: names the folder.
+        state: what to save. It is not changed, except that missing moments are created.
+        progress: how far training is; names the folder.
         run_config: a dataclass of settings to keep beside the weights.
         provenance: of the checkpoint, with one ``run_id`` on all ranks. Only checkpoints with it,
-            complete or not, are replaced or deleted; whatever else has the name of this one is
+            complete or not, are replaced or deleted; any other folder with the name of this one is
             renamed.
         save_retain_interval: afterwards delete the checkpoint that was the latest, if its
             iteration is earlier and not a multiple of this.
@@ -54,10 +55,21 @@ def save_checkpoint(
     staging = disk.staging_folder(*own)
     raise_on_all_ranks(lambda: rank == 0 and disk.start(*own))
     raise_on_all_ranks(lambda: save_random_state(staging, rank))
-    write_tensors(staging, _tensors(state))
+    tensors = {}
+    for shard in state.shards.shards(with_moments=state.shards.has_moments):
+        layout = state.layouts[shard.name]
+        for name, tensor in tensors_of(shard):
+            slices = in_blocks(layout.global_slices(tensor, shard.slices))  # views: no copy
+            tensors[name] = GlobalTensor(layout.global_shape, slices)
+    write_tensors(staging, tensors)
 
     def finish() -> None:
-        _write_small_state(staging, state, progress)
+        StoredState(
+            progress=progress,
+            ranks=RankLayout.of(state.groups),
+            optimizer_step=state.shards.step(),
+            scheduler=schedule_state(state.scheduler) if state.scheduler else None,
+        ).write(staging)
         write_run_config(staging, state.model_config, run_config, provenance)
         _publish(*own, save_retain_interval)
 
@@ -68,7 +80,7 @@ def save_checkpoint(
 def _publish(
     directory: Path, iteration: int, run_id: str | None, save_retain_interval: int | None
 ) -> None:
-    """Make the staged checkpoint the latest, and delete the one before if it need not be kept."""
+    """Make the staged checkpoint the latest; delete the previous one if it need not be kept."""
     before = disk.latest_iteration(directory)
     # The second is the only copy where another run was stopped while it replaced a checkpoint.
     for place in (disk.iteration_folder, disk.replaced_folder):
@@ -79,7 +91,7 @@ def _publish(
     disk.publish(directory, iteration, run_id)
     if before is None:
         return
-    if before > iteration:
+    if before > iteration:  # after --ckpt-step: the later checkpoint may still be needed
         logger.warning(
             "%s now names iteration %d and no longer %d, whose checkpoint stays",
             *(directory / disk.TRACKER, iteration, before),
@@ -87,22 +99,3 @@ def _publish(
     elif save_retain_interval and before < iteration and before % save_retain_interval:
         if is_of_run(disk.iteration_folder(directory, before), run_id):
             disk.retire(directory, before, run_id)
-
-
-def _tensors(state: CheckpointState) -> dict[str, GlobalTensor]:
-    tensors = {}
-    for shard in state.shards.shards(with_moments=state.shards.has_moments):
-        layout = state.layouts[shard.name]
-        for name, tensor in tensors_of(shard):
-            slices = in_blocks(layout.global_slices(tensor, shard.slices))
-            tensors[name] = GlobalTensor(layout.global_shape, slices)
-    return tensors
-
-
-def _write_small_state(folder: Path, state: CheckpointState, progress: Progress) -> None:
-    StoredState(
-        progress=progress,
-        ranks=RankLayout.of(state.groups),
-        optimizer_step=state.shards.step(),
-        scheduler=schedule_state(state.scheduler) if state.scheduler else None,
-    ).write(folder)

@@ -1,6 +1,6 @@
-"""Where a run begins: the checkpoint that it goes on from, and whether it may save where it should.
+"""Finds the checkpoint that a run continues from, and checks that it may save to its folder.
 
-Only small files are read, so every rank can do it before there are collectives.
+Only small files are read, so every rank can do this before there are collectives.
 """
 
 from dataclasses import dataclass, replace
@@ -15,22 +15,23 @@ from megatron_untied.checkpoint.provenance import (
 )
 from megatron_untied.checkpoint.state import Progress, StoredState
 from megatron_untied.config.checkpoint import CheckpointConfig
+from megatron_untied.config.problems import first_few
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """The checkpoint to load, and what follows from it."""
+    """The checkpoint to load, and what follows from it for the run."""
 
     folder: Path | None = None
-    """None starts from random weights."""
+    """None for random weights."""
     progress: Progress = Progress()
-    """Of the run, before its first step."""
+    """Progress of the run before its first step."""
     provenance: Provenance = Provenance()
-    """Of the checkpoints that the run will write; a new run gives them a ``run_id``."""
+    """Provenance of the checkpoints that the run will write; a new run adds a ``run_id``."""
     same_run: bool = False
-    """The run goes on with its own checkpoints: it loads from where it saves."""
+    """The run continues its own checkpoints: it loads from the folder that it saves to."""
     notes: tuple[str, ...] = ()
-    """What the user should know, though it is allowed."""
+    """Warnings about settings that are allowed."""
 
     def __str__(self) -> str:
         """The checkpoint."""
@@ -40,16 +41,16 @@ class Start:
 def find_start(
     config: CheckpointConfig, *, samples: Samples | None = None, skip_train: bool = False
 ) -> Start:
-    """Where the run of ``config`` begins.
+    """The checkpoint and progress that the run of ``config`` starts from.
 
     Args:
         config: what to load, and where to save.
-        samples: the training samples of this run; None compares them with no checkpoint's.
+        samples: the training samples of this run; None skips the comparison with the checkpoint's.
         skip_train: the run only evaluates.
 
     Raises:
-        ValueError: nothing to load though it must be, a damaged checkpoint, other samples than the
-            checkpoint's, or ``save`` holds checkpoints of another run.
+        ValueError: a required checkpoint is missing or damaged, was trained on other samples, or
+            ``save`` holds checkpoints of another run.
     """
     folder = disk.find_checkpoint(Path(config.load), config.ckpt_step) if config.load else None
     if folder is None:
@@ -64,8 +65,9 @@ def find_start(
 
 
 def _require_first_start(config: CheckpointConfig, skip_train: bool) -> None:
-    """Random weights are right for the first start of a run that loads from where it saves."""
-    needing = {
+    """Refuse a missing checkpoint, except for a run that has not saved yet."""
+    # These flags make sense only for a checkpoint that exists.
+    requiring = {
         "--finetune": config.finetune,
         "--no-load-optim": not config.load_optim,
         "--reset-data-position": config.reset_data_position,
@@ -73,7 +75,7 @@ def _require_first_start(config: CheckpointConfig, skip_train: bool) -> None:
         "--exit-on-missing-checkpoint": config.exit_on_missing_checkpoint,
         "--load": not _same_folder(config.load, config.save),
     }
-    if given := [flag for flag, is_given in needing.items() if is_given]:
+    if given := [flag for flag, is_given in requiring.items() if is_given]:
         needs = "a folder other than that of --save" if given[0] == "--load" else given[0]
         raise ValueError(
             f"--load {config.load} has no checkpoint, and {needs} needs one; check the path, "
@@ -104,10 +106,10 @@ def _start_from(folder: Path, config: CheckpointConfig, samples: Samples | None)
 def _compare_samples(
     folder: Path, stored: Samples | None, here: Samples, progress: Progress
 ) -> list[str]:
-    """Refuse another order of samples; what else is worth a line."""
+    """Refuse another order of samples; returns warnings for other differences."""
     if stored is None:
         return [
-            f"{folder} does not record its training samples; the data goes on after "
+            f"{folder} does not record its training samples; the data continues after "
             f"{progress.consumed_samples} samples, which is right for the same --data-path, "
             "--split, --seq-length and --seed"
         ]
@@ -116,7 +118,7 @@ def _compare_samples(
             f"{folder} was trained on samples in another order: {'; '.join(changed)}. After its "
             f"{progress.consumed_samples} samples some would be repeated and others missed. Give "
             "the same settings; or --reset-data-position to keep weights, moments and schedule and "
-            "begin the samples anew; or --finetune to take the weights alone"
+            "restart the samples; or --finetune to take the weights alone"
         )
     if changed := differences(stored.content, here.content):
         return [f"{folder} saw its samples in another way: {'; '.join(changed)}"]
@@ -128,10 +130,10 @@ def _require_no_checkpoints(config: CheckpointConfig) -> None:
     if not names:
         return
     if config.finetune and _same_folder(config.load, config.save):
-        reason, advice = "--finetune starts a new run", "leave --finetune out to go on with it"
+        reason, advice = "--finetune starts a new run", "leave --finetune out to continue it"
     else:
-        reason, advice = "this run does not go on from them", f"--load {config.save} to go on"
-    listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        reason, advice = "this run does not continue them", f"--load {config.save} to continue them"
+    listed = first_few(names, 3)
     raise ValueError(
         f"--save {config.save} holds checkpoints already ({listed}), and {reason}; give another "
         f"folder, or {advice}, or --save-into-existing to save beside them"
@@ -139,4 +141,5 @@ def _require_no_checkpoints(config: CheckpointConfig) -> None:
 
 
 def _same_folder(load: str | None, save: str | None) -> bool:
+    # Resolved: the same folder may be given relative, or through a link.
     return bool(load and save) and Path(load).resolve() == Path(save).resolve()

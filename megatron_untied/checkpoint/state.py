@@ -1,4 +1,4 @@
-"""What a checkpoint is made of."""
+"""The content of a checkpoint: the live objects it is made from, and its small state."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -34,14 +34,14 @@ class CheckpointState:
     layouts: Mapping[str, ParameterLayout]
     """Of every parameter, by name."""
     shards: Shards
-    """What this rank holds of the weights and moments."""
+    """This rank's part of the weights and moments."""
     scheduler: OptimizerParamScheduler | None = None
     groups: ProcessGroupCollection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLayout:
-    """How many ranks share the work: random states belong to ranks, so they fit only the same."""
+    """Numbers of ranks. Random states belong to ranks, so they fit only the same layout."""
 
     world: int
     tensor: int
@@ -60,25 +60,25 @@ class RankLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredState:
-    """Everything in a checkpoint that is not a tensor, a random state or a setting."""
+    """Everything in a checkpoint except tensors, random states and settings."""
 
     progress: Progress
     ranks: RankLayout | None
-    """Whose random states are here; None where there are none."""
+    """The layout whose random states are stored; None if there are none."""
     optimizer_step: int | None
-    """Adam's; None in a checkpoint of weights alone."""
+    """Adam's step; None in a checkpoint of weights alone."""
     scheduler: dict[str, Any] | None
 
     def write(self, folder: Path) -> None:
-        """Put it into a checkpoint's folder."""
+        """Write it to a checkpoint's folder."""
         write_json(folder / STATE, asdict(self))
 
     @classmethod
     def read(cls, folder: Path) -> "StoredState":
-        """Take it from a checkpoint's folder.
+        """Read it from a checkpoint's folder.
 
         Raises:
-            ValueError: it is not there, or something else is in it.
+            ValueError: the file is missing or not valid.
         """
         values = read_json(folder / STATE)
         try:
@@ -93,13 +93,13 @@ class StoredState:
 
 
 def tensors_of(shard: Shard) -> Iterator[tuple[str, Tensor]]:
-    """A shard's tensors by their name in a checkpoint."""
+    """The tensors of a shard, by name in a checkpoint."""
     yield f"model.{shard.name}", shard.value
     for moment, tensor in shard.moments.items():
         yield f"optimizer.{moment}.{shard.name}", tensor
 
 
 def tensor_names(parameter: str, *, with_moments: bool) -> list[str]:
-    """The names in a checkpoint that belong to a parameter."""
+    """The names in a checkpoint of a parameter and its moments."""
     moments = MOMENTS if with_moments else ()
     return [f"model.{parameter}", *(f"optimizer.{moment}.{parameter}" for moment in moments)]

@@ -31,7 +31,7 @@ from megatron_untied.commands import documentation
 from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.data.tokenizers import build_tokenizer
 from megatron_untied.hf import Import
-from megatron_untied.model import attention_kernel, build_model
+from megatron_untied.model import Runtime, attention_kernel, build_model
 from megatron_untied.planner.report import print_line, print_table
 from megatron_untied.platform import device
 from megatron_untied.sharding.parameter_layout import parameter_layouts
@@ -160,7 +160,12 @@ def _rank(rank: int, num_ranks: int, folder: Path, flags: list[str], tokens: Ten
     kernel = attention_kernel(config.model, config.precision, config.attention_backend)
     with here:
         model = build_model(
-            config.model, config.parallel, config.memory, config.precision, groups, kernel=kernel
+            config.model,
+            config.parallel,
+            config.memory,
+            config.precision,
+            groups,
+            runtime=Runtime(kernel=kernel),
         ).eval()
     state = CheckpointState(
         model_config=config.model,

@@ -61,4 +61,4 @@ def require_rendezvous_host(args: Namespace) -> None:
     """Raise ``ValueError`` if the rendezvous host does not resolve."""
     endpoint = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
     host, setting = (endpoint, "--rdzv-endpoint") if endpoint else (args.master_addr, "MASTER_ADDR")
-    require_resolvable(host, setting, say=lambda line: print(line, file=sys.stderr))
+    require_resolvable(host, setting, warn=lambda line: print(line, file=sys.stderr))

@@ -1,8 +1,8 @@
-r"""What one training step takes of one rank's GPU and host memory, counted on any machine.
+r"""Count the GPU and host memory of one training step, per rank, on any machine.
 
-Runs the real step (model, loss, sharding, stash, optimizer) at full size on tensors that have no
-memory, with attention kernels and collectives that allocate what the real ones do and no more.
-Takes the flags of pretrain_gpt.py; --micro-batch-size, --lr and data need not be given.
+Runs the real step (model, loss, sharding, offloading, optimizer) at full size on tensors without
+memory; attention kernels and collectives only allocate what the real ones do. Takes the flags of
+pretrain_gpt.py; --micro-batch-size, --lr and data are optional.
 
     python benchmarks/memory_trace.py --world-size 8 --model llama3-8b --seq-length 5242880 \
         --context-parallel-size 8 --cp-heads-per-chunk 8 --no-cp-overlap --bf16 \
@@ -10,7 +10,7 @@ Takes the flags of pretrain_gpt.py; --micro-batch-size, --lr and data need not b
         --sequence-tile-size 8192 --loss-chunk-size 8192
 
 Not counted: what the allocator adds to a request, and what CUDA, NCCL and cuBLAS take for
-themselves; 4 GiB are a fair reserve.
+themselves; 4 GiB is a reasonable reserve.
 """
 
 import argparse
@@ -53,7 +53,10 @@ def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the step's memory here")
     own, flags = parser.parse_known_args(argv)
     if own.rank not in range(own.world_size):
-        parser.error(f"--rank {own.rank} is none of the {own.world_size} ranks, 0 and up")
+        parser.error(
+            f"--rank {own.rank} is not one of the {own.world_size} ranks: "
+            f"use 0 to {own.world_size - 1}"
+        )
     for file in filter(None, (own.json, own.plot)):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +81,7 @@ def as_json(trace: StepTrace) -> dict[str, object]:
 
 
 def print_trace(trace: StepTrace, console: Console) -> None:
-    """Two tables: the phases of a step, and what was alive at its highest moment."""
+    """Print two tables: the phases of a step, and what was alive at the peak."""
     phases = {
         name + " <- peak" * (name == trace.peak_phase): [f"{peak.num_bytes / GIB:.2f}"]
         for name, peak in trace.peak_by_phase.items()
@@ -122,12 +125,12 @@ HATCHED = {Phase.RECOMPUTE_ATTENTION, Phase.RECOMPUTE_MLP}
 
 
 def draw(trace: StepTrace, title: str):
-    """A figure of the step: phase after phase, the highest moment of each."""
+    """A figure of the step: a bar per phase in their order, as high as its peak."""
     figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
-    told = set()
+    labeled = set()
     for place, (phase, num_bytes) in enumerate(trace.timeline):
-        label = None if phase in told else phase
-        told.add(phase)
+        label = None if phase in labeled else phase
+        labeled.add(phase)
         hatch = "///" if phase in HATCHED else None
         axes.bar(place, num_bytes / GIB, 1, color=COLORS[phase], hatch=hatch, label=label)
     axes.axhline(trace.model_state_bytes / GIB, color="black", linestyle=":")
@@ -139,15 +142,15 @@ def draw(trace: StepTrace, title: str):
 
 
 def main() -> None:
-    """Trace one step and say what it takes."""
+    """Trace one step, print it, and write the files that were requested."""
     own, flags = parse_own(sys.argv[1:])
     console, began = Console(), time.perf_counter()
     with errors_in_one_line():
         config = parse_arguments(complete(flags), world_size=own.world_size)
         if is_automatic(config):
             raise ValueError(
-                "auto is the planner's choice, by the memory of a machine; give what "
-                "tools/plan_memory.py takes with these flags"
+                "auto depends on the memory of a machine, which a trace does not have; give the "
+                "values that tools/plan_memory.py chooses with these flags"
             )
         with console.status("tracing a step"):
             trace = trace_step(config, world_size=own.world_size, rank=own.rank)

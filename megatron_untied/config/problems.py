@@ -1,6 +1,6 @@
 """Checks of an architecture, for flags, checkpoints and config.json alike."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 
 from megatron_untied.config import ModelConfig
@@ -11,6 +11,13 @@ Name = Callable[[str], str]
 
 MIN_NORM_EPSILON = 1e-12
 """Smallest epsilon in fp32; below it, normalizing a row of zeros divides by zero."""
+
+
+def first_few(items: Iterable[str], limit: int, separator: str = ", ") -> str:
+    """The first ``limit`` items for a message, and how many more there are."""
+    listed = list(items)
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return separator.join(listed[:limit]) + more
 
 
 def model_problems(model: ModelConfig, name: Name = flag_of) -> Iterator[str]:

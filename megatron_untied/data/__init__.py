@@ -1,6 +1,6 @@
-"""Text to token files, token files to samples, samples to the micro-batches of one rank.
+"""From text to token files, from token files to samples, from samples to micro-batches of one rank.
 
 A sample is a dict of four tensors over the whole sequence: ``tokens [s]``, ``labels [s]``,
-``loss_mask [s]`` and ``positions [s]``. It is cut over context-parallel ranks later, elsewhere.
-No attention mask is ever made.
+``loss_mask [s]`` and ``positions [s]``. Training later splits it over the context-parallel ranks.
+An attention mask is never materialized.
 """

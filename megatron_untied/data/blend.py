@@ -1,4 +1,4 @@
-"""What ``--data-path`` and ``--split`` say."""
+"""Parses ``--data-path`` and ``--split``."""
 
 import math
 import re
@@ -9,11 +9,11 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blend:
-    """Token files and, when several are mixed, how."""
+    """Token files, and the proportions in which several are mixed."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
-    """Shares of the samples; None reads every file once, mixed in proportion to its length."""
+    """Shares of the samples; None reads each file once, mixed in proportion to its length."""
 
 
 def parse_blend(data_path: tuple[str, ...]) -> Blend:
@@ -26,7 +26,7 @@ def parse_blend(data_path: tuple[str, ...]) -> Blend:
     if all(number is None for number in numbers):
         return Blend(prefixes=data_path, weights=None)
     for position, (word, number) in enumerate(zip(data_path, numbers, strict=True)):
-        if position % 2 == 0 and not (number and 0 < number < math.inf):
+        if position % 2 == 0 and not (number and 0 < number < math.inf):  # refuses nan too
             raise ValueError(
                 f"--data-path: {word!r} stands where a weight is expected and is not a positive "
                 "number; write --data-path 0.7 PREFIX 0.3 PREFIX, or prefixes alone"
@@ -36,7 +36,7 @@ def parse_blend(data_path: tuple[str, ...]) -> Blend:
     if len(data_path) % 2:
         raise ValueError(f"--data-path: no prefix follows the last weight, {data_path[-1]}")
     prefixes = data_path[1::2]
-    # One file makes the whole blend whatever its weight.
+    # A single file is the whole blend, whatever its weight.
     return Blend(prefixes=prefixes, weights=tuple(numbers[::2]) if len(prefixes) > 1 else None)
 
 
@@ -48,7 +48,7 @@ def _number(word: str) -> float | None:
 
 
 def check_split(split: str) -> None:
-    """Raise unless ``split`` is what megatron-core can read: it skips over what it cannot.
+    """Check that megatron-core can parse ``split``: it ignores the parts that it cannot.
 
     Raises:
         ValueError: if it is not one to three plain numbers of which one is positive.

@@ -1,4 +1,4 @@
-"""Samples of training, validation and test, cut from packed documents by megatron-core."""
+"""Builds the datasets of training, validation and test from packed documents."""
 
 import logging
 import socket
@@ -11,6 +11,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.core.utils import log_single_rank
 from torch.utils.data import Dataset
+from typing_extensions import override
 
 from megatron_untied.checkpoint.collective_errors import gather_objects, raise_on_all_ranks
 from megatron_untied.config.data import DataConfig
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Datasets:
-    """The three splits; None where no samples were asked for."""
+    """The three splits; None for a split of which no samples were requested."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -52,26 +53,26 @@ def build_datasets(
 ) -> Datasets:
     """Training, validation and test samples: at least ``num_samples`` of each.
 
-    Collective: all ranks must call it, the first one on each node writes the sample indices that
-    the others then read. Documents are shuffled by ``seed``, joined, cut into sequences of
+    Collective over all ranks: the first one on each node writes the sample indices that the others
+    then read. Documents are shuffled by ``seed``, joined, cut into sequences of
     ``seq_length`` + 1 tokens overlapping by one, and the sequences shuffled; a split that is too
-    short is read again in another order (:mod:`.sample_order`). More samples begin with the same
-    ones.
+    short is read again in another order (:mod:`.sample_order`). A longer run begins
+    with the samples of a shorter one.
 
     Raises:
         FileNotFoundError: if token files are missing.
         OSError: if indices cannot be written.
         ValueError: if files are damaged, do not fit the tokenizer or differ between nodes, or a
-            split is too short. Every rank raises what one has found.
+            split is too short. An error on one rank is raised on all.
     """
     blend = parse_blend(data.data_path)
 
-    def opened() -> list[IndexedFiles]:
+    def open_files() -> list[IndexedFiles]:
         files = [_open(prefix, data, tokenizer) for prefix in blend.prefixes]
         check_provenance(files, tokenizer)
         return files
 
-    files = raise_on_all_ranks(opened)
+    files = raise_on_all_ranks(open_files)
     fingerprints = tuple(pair.fingerprint() for pair in files)
     _require_same_documents(blend.prefixes, fingerprints)
     config = PackedDocumentsConfig(
@@ -89,9 +90,9 @@ def build_datasets(
         create_attention_mask=False,
     )
     for index, samples in enumerate(num_samples):
-        if not samples:  # megatron-core never returns from building a split without documents
+        if not samples:  # megatron-core would not return from a split without documents
             config.split_matrix[index] = None
-    for pair in files:
+    for pair in files:  # on every rank alike: no collective needed
         _check_splits(pair, config, num_samples)
     dataset_class = MockPackedDocuments if data.mock_data else PackedDocuments
     builder = _Builder(dataset_class, num_samples, lambda: True, config)
@@ -106,30 +107,32 @@ def build_datasets(
 
 
 class _Builder(BlendedMegatronDatasetBuilder):
-    """megatron-core's without its collectives: :func:`in_turns` orders the ranks.
+    """Megatron-core's builder without its collectives: :func:`in_turns` orders the ranks.
 
-    Its other ranks wait for rank 0 in a barrier even where that has failed, and then look for
-    files that only nodes with a shared file system have.
+    In the original the other ranks wait for rank 0 in a barrier even after it has failed, and then
+    read files that exist only on a shared file system.
     """
 
+    @override
     @staticmethod
     def build_generic_dataset(
         cls: Callable, is_built_on_rank: Callable, synchronize_ranks: bool, *args: Any
     ) -> Dataset:
         return (BlendedDocuments if cls is BlendedDataset else cls)(*args)
 
+    @override
     def _build_megatron_datasets_parallel(
         self, prefixes: list[str], split: list, sizes_per_dataset: list[list[int]]
     ) -> list[list[Dataset | None]]:
-        of_files = (
+        splits_by_file = (
             self._build_megatron_dataset_splits(prefix, split, sizes, False)
             for prefix, sizes in zip(prefixes, sizes_per_dataset, strict=True)
         )
-        return [list(of_split) for of_split in zip(*of_files, strict=True)]
+        return [list(datasets) for datasets in zip(*splits_by_file, strict=True)]
 
 
 def _open(prefix: str, data: DataConfig, tokenizer: MegatronTokenizerBase) -> IndexedFiles:
-    """The files of ``prefix``, which fit the tokenizer and the flags."""
+    """Open the files of ``prefix``, checked against the tokenizer and the flags."""
     files = open_indexed_files(prefix, vocab_size=tokenizer.vocab_size)
     if data.eod_mask_loss:
         require_token(files, tokenizer.eod, "--eod-mask-loss")
@@ -142,22 +145,22 @@ def _open(prefix: str, data: DataConfig, tokenizer: MegatronTokenizerBase) -> In
                 logger,
                 logging.WARNING,
                 f"--data-path {prefix} has end-of-document tokens inside documents, the first at "
-                f"place {place} of the .bin: no document ends there, unless --document-boundaries "
-                "eod says so",
+                f"place {place} of the .bin: these end no document; give --document-boundaries eod "
+                "if they should",
             )
     return files
 
 
 def _require_same_documents(prefixes: Sequence[str], fingerprints: Sequence[str]) -> None:
-    """Raise unless all ranks see the same documents: nodes may have copies on disks of their own.
+    """Check that all ranks have the same documents: nodes may have copies on their own disks.
 
     Collective over all ranks.
     """
-    everyone = gather_objects((socket.gethostname(), fingerprints))
-    first_host, expected = everyone[0]
-    for rank, (host, found) in enumerate(everyone):
-        for prefix, ours, theirs in zip(prefixes, expected, found, strict=True):
-            if ours != theirs:
+    by_rank = gather_objects((socket.gethostname(), fingerprints))
+    first_host, expected = by_rank[0]
+    for rank, (host, found) in enumerate(by_rank):
+        for prefix, first, other in zip(prefixes, expected, found, strict=True):
+            if first != other:
                 raise ValueError(
                     f"--data-path {prefix} holds other documents on rank {rank} ({host}) than "
                     f"on rank 0 ({first_host}); copy the same files to all nodes"
@@ -165,7 +168,7 @@ def _require_same_documents(prefixes: Sequence[str], fingerprints: Sequence[str]
 
 
 def _source(data: DataConfig, blend: Blend) -> dict:
-    """megatron-core's fields for the token files; none of them is its way to ask for mock data."""
+    """Megatron-core's config fields for the token files; without them it builds mock data."""
     if data.mock_data:
         return {}
     check_split(data.split)
@@ -178,8 +181,9 @@ def _source(data: DataConfig, blend: Blend) -> dict:
 def _check_splits(
     files: IndexedFiles, config: PackedDocumentsConfig, num_samples: tuple[int, int, int]
 ) -> None:
-    """Raise unless every split with samples holds a sequence; less would repeat inside one."""
+    """Check that every split with samples holds a sequence: less would repeat inside one sample."""
     num_documents = len(files.lengths)
+    # split_matrix holds a range per split, (0.98, 1.0) for example, of the documents.
     for name, shares, samples in zip(SPLIT_NAMES, config.split_matrix, num_samples, strict=True):
         start, stop = (round(share * num_documents) for share in shares or (0, 0))
         num_tokens = int(files.lengths[start:stop].sum(dtype="int64"))

@@ -1,4 +1,8 @@
-"""Reads documents from JSON lines, Parquet, text files and folders of them, in a fixed order."""
+"""Reads documents from JSON lines, Parquet and text files, in a fixed order.
+
+:func:`read_documents` turns records into texts; one that cannot be decoded becomes a document
+with a problem. :class:`BadLines` applies ``--on-bad-line`` to those, and counts them.
+"""
 
 import argparse
 import glob
@@ -14,10 +18,10 @@ from megatron_untied.data.records import BYTE_ORDER_MARK, Record, check_readable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a document is."""
+    """The place of a document in the input."""
 
     file_index: int
-    """Among all files that are read."""
+    """Index among all input files."""
     file: str
     number: int
     """Line or row, from 1; 0 is a whole file."""
@@ -28,23 +32,23 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One document as it was read, or what is wrong with it."""
+    """One document, or the reason why it cannot be used."""
 
     place: Place
     texts: dict[str, str]
-    """Its texts by JSON key; a plain-text file has "text" alone. Empty if there is a problem."""
+    """Texts by JSON key; a plain-text file has the key "text". Empty if there is a problem."""
     num_bytes: int
-    """Bytes it takes in its file: for progress."""
+    """Bytes of the file that it covers, for progress."""
     problem: str | None = None
-    """Why it has no text."""
+    """The reason why it has no text."""
     replaced: str | None = None
-    """What was no text and is U+FFFD now."""
+    """A description of the first invalid text, all of which was replaced by U+FFFD."""
 
 
 def find_files(inputs: Sequence[str]) -> list[Path]:
-    """The files that paths, globs and folders name, in their order; inside one, sorted by path.
+    """The files of paths, globs and folders, in their order; within each sorted by path.
 
-    Folders are taken with all below them, without hidden files.
+    Folders are searched recursively; hidden files and folders are skipped.
 
     Raises:
         FileNotFoundError: if one of ``inputs`` names nothing.
@@ -96,14 +100,15 @@ def read_documents(
 ) -> Iterator[Document]:
     """Every record of ``.jsonl``, ``.json`` and ``.parquet`` files, every other file as a whole.
 
-    Names that end in ``.gz`` or ``.zst`` are decompressed. Text comes as it is, line endings and
-    byte order marks included, except a mark that begins a line of JSON. A document that cannot be
-    read is one with a problem; with ``replace`` U+FFFD stands for lone surrogates and bytes that
-    are not UTF-8. ``after`` leaves out all up to and with the document there.
+    Files that end in ``.gz`` or ``.zst`` are decompressed. Text is not changed, line endings and
+    byte order marks included, except for a mark at the beginning of a line of JSON. A document that
+    cannot be read has a ``problem``. With ``replace``, lone surrogates and bytes that are not UTF-8
+    become U+FFFD. Documents up to and including the one at ``after`` are skipped.
 
     Raises:
-        ValueError, OSError, ImportError: at once, if a file can be read in no case.
+        ValueError, OSError, ImportError: when called, if a file cannot be read at all.
     """
+    # Not in the generator: the first error should come before hours of work, not in the middle.
     for file in files:
         check_readable(file, keys)
     return _documents(files, keys, replace, after or Place(file_index=0, file="", number=-1))
@@ -112,7 +117,7 @@ def read_documents(
 def _documents(
     files: Sequence[Path], keys: Sequence[str], replace: bool, after: Place
 ) -> Iterator[Document]:
-    skipped_bytes = 0
+    skipped_bytes = 0  # counted with the next document, so that progress reaches the end
     for index, file in enumerate(files):
         if index < after.file_index:
             skipped_bytes += file.stat().st_size
@@ -132,7 +137,7 @@ def _documents(
 
 
 def records_digest(file: Path, keys: Sequence[str], last: int) -> str:
-    """Changes when one of the records up to number ``last`` does."""
+    """A digest of the records up to number ``last``."""
     digest = hashlib.blake2b(digest_size=16)
     for record in read_records(file, keys):
         if record.number > last:
@@ -142,13 +147,13 @@ def records_digest(file: Path, keys: Sequence[str], last: int) -> str:
 
 
 def _texts(record: Record, keys: Sequence[str], replace: bool) -> tuple[dict[str, str], str | None]:
-    """The texts of a record by key, and what was replaced in them."""
+    """The texts of a record by key, and a description of what was replaced in them."""
     if record.problem:
         raise ValueError(record.problem)
     try:
         return _decoded(record, keys, errors="strict"), None
     except UnicodeError as error:
-        problem = _not_text(error)
+        problem = _invalid_text(error)
         if not replace:
             raise ValueError(problem) from error
         return _decoded(record, keys, errors="replace"), problem
@@ -165,10 +170,11 @@ def _decoded(record: Record, keys: Sequence[str], *, errors: str) -> dict[str, s
         value = content.get(key) if isinstance(content, dict) else None
         text = value.decode("utf-8", errors) if isinstance(value, bytes) else value
         if not isinstance(text, str):
-            raise ValueError(_no_text(content, key))
+            raise ValueError(_missing_text(content, key))
         if errors == "strict":
-            text.encode("utf-8")  # finds lone surrogates, which JSON can hold and no text can
+            text.encode("utf-8")  # fails for lone surrogates, which JSON allows and UTF-8 does not
         else:
+            # Lone surrogates survive this encoding, and its decoding replaces them.
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", errors)
         texts[key] = text
     return texts
@@ -184,7 +190,7 @@ def _json(line: str) -> object:
     raise ValueError(f"not a line of JSON ({reason}); each line must be one object")
 
 
-def _no_text(content: object, key: str) -> str:
+def _missing_text(content: object, key: str) -> str:
     problem = f"no text under the key {key!r} of --json-keys"
     if not isinstance(content, dict):
         return f"{problem}; found: {type(content).__name__}"
@@ -194,7 +200,7 @@ def _no_text(content: object, key: str) -> str:
     return f"{problem}: its value is {'null' if value is None else f'a {type(value).__name__}'}"
 
 
-def _not_text(error: UnicodeError) -> str:
+def _invalid_text(error: UnicodeError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start})"
     surrogate = ord(error.object[error.start])
@@ -206,7 +212,7 @@ _LINES_KEPT = 20
 
 
 class CheckedDocument(Protocol):
-    """A document as it was read or encoded."""
+    """What :class:`BadLines` reads of a document, before or after it was encoded."""
 
     place: Place
     problem: str | None
@@ -214,10 +220,10 @@ class CheckedDocument(Protocol):
 
 
 class BadLines:
-    """Decides about each document, and keeps count with the places of bad ones.
+    """Applies ``--on-bad-line`` to each document, and counts the bad ones with their places.
 
-    All places go to the file ``report``, which exists only if there is one; memory holds the first
-    few of them. A run that is resumed appends to it.
+    All places go to the file ``report``, which is created with the first one; memory holds only the
+    first few. A resumed run appends to the file.
     """
 
     def __init__(self, policy: str, report: Path | None = None, *, resume: bool = False):
@@ -230,27 +236,27 @@ class BadLines:
 
     @staticmethod
     def add_flag(parser: argparse.ArgumentParser) -> None:
-        """The flag of every tool that reads documents."""
+        """Add ``--on-bad-line``."""
         parser.add_argument(
             "--on-bad-line",
             choices=POLICIES,
             default="error",
             help="a document that cannot be read or encoded ends the run (error), is left out "
-            "(skip), or what is no text in it becomes U+FFFD (replace; left out if that does not "
-            "help). Counts and line numbers are printed at the end",
+            "(skip), or has invalid text replaced by U+FFFD (replace; left out if that does not "
+            "suffice). Counts and line numbers are printed at the end",
         )
 
     def accepts(self, document: CheckedDocument) -> bool:
-        """Whether the document has text; one that does not is counted.
+        """Whether the document can be used; bad ones are counted.
 
         Raises:
-            ValueError: it has none, and the policy is to end there.
+            ValueError: it cannot, and the policy is "error".
         """
         if document.problem:
             if self._policy == "error":
                 raise ValueError(
                     f"{document.place}: {document.problem}. --on-bad-line skip leaves such "
-                    "documents out, replace puts U+FFFD for what is no text"
+                    "documents out, replace puts U+FFFD in place of invalid text"
                 )
             self.num_skipped += 1
             self._note(f"{document.place}: left out: {document.problem}")
@@ -260,7 +266,7 @@ class BadLines:
         return not document.problem
 
     def summary(self) -> Iterator[str]:
-        """Lines for the end of a run; none if there was no bad document."""
+        """Lines for the end of a run; empty without bad documents."""
         if self._file:
             self._file.close()
         num_bad = self.num_skipped + self.num_replaced

@@ -1,8 +1,8 @@
-"""Sample indices kept in a folder: the first rank that misses one makes it, all others map it.
+"""Caches sample indices in a folder: one rank computes and writes them, the others map the files.
 
-Nodes need not share the folder. Ranks build their datasets in turns (:func:`in_turns`), each makes
-what it does not find, so a folder that all nodes share is written by rank 0 and a folder of one
-node by the first rank there. Checksums are kept with the indices, and every rank verifies them.
+Nodes need not share the folder. Ranks build their datasets in turns (:func:`in_turns`) and each one
+computes what it does not find. So rank 0 writes to a folder that all nodes share, and the first
+rank of a node to a folder of that node. Every rank verifies the checksums kept with the indices.
 """
 
 import contextlib
@@ -28,34 +28,30 @@ NUM_TURNS = 3
 def in_turns(build: Callable[[], T]) -> T:
     """``build()``: on rank 0, then on the first rank of each other node, then on all others.
 
-    Collective over all ranks, which fail together with the error of the first that failed.
+    Collective over all ranks, which all raise the error of the first that failed.
     ``build`` itself must not call collectives.
     """
-    mine, results = _turn(), []
+    own_turn, results = 0, []
+    if dist.is_initialized() and dist.get_rank() > 0:
+        # Without LOCAL_RANK of a launcher, each rank may be alone on its node.
+        own_turn = 1 if dist.get_node_local_rank(fallback_rank=0) == 0 else 2
 
     def take(turn: int) -> None:
-        if turn == mine:
+        if turn == own_turn:
             results.append(build())
 
     for turn in range(NUM_TURNS if dist.is_initialized() else 1):
-        raise_on_all_ranks(functools.partial(take, turn))
+        raise_on_all_ranks(functools.partial(take, turn))  # also a barrier between turns
     return results[0]
-
-
-def _turn() -> int:
-    """Of this rank. Without a launcher's word every rank may be alone on its node."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        return 0
-    return 1 if dist.get_node_local_rank(fallback_rank=0) == 0 else 2
 
 
 def cached_arrays(
     folder: Path | None, key: str, names: Sequence[str], make: Callable[[], Arrays]
 ) -> Arrays:
-    """The arrays ``names`` of ``folder/{key}-{name}.npy`` as maps; ``make()`` gives missing ones.
+    """The arrays in ``folder/{key}-{name}.npy``, memory-mapped; ``make()`` computes missing ones.
 
-    With ``folder`` None they are made every time. ``folder/{key}-checksums.npy`` records them; an
-    index without it, as earlier versions wrote them, is made again.
+    With ``folder`` None they are computed every time and stay in memory. Indices without
+    ``folder/{key}-checksums.npy``, as earlier versions wrote them, are computed again.
 
     Raises:
         OSError: if the folder or a file cannot be written.
@@ -64,11 +60,16 @@ def cached_arrays(
     if folder is None:
         return make()
     paths = [folder / f"{key}-{name}.npy" for name in (*names, "checksums")]
-    if not _all_there(paths):
-        with _errors_named(folder):  # before the work of making what cannot be kept
+    try:
+        # Listing makes a network file system look again for what another node has written.
+        found = set(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        found = set()
+    if not {path.name for path in paths} <= found:
+        with _explain_errors(folder):  # first: the arrays take minutes to compute
             folder.mkdir(parents=True, exist_ok=True)
         arrays = make()
-        with _errors_named(folder):
+        with _explain_errors(folder):
             checksums = np.array(list(map(_checksum, paths[:-1], arrays)), np.uint32)
             for path, array in zip(paths, (*arrays, checksums), strict=True):
                 _write(path, array)
@@ -86,7 +87,7 @@ def _checksum(path: Path, array: np.ndarray) -> int:
 
 
 @contextlib.contextmanager
-def _errors_named(folder: Path) -> Iterator[None]:
+def _explain_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -97,15 +98,9 @@ def _errors_named(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _all_there(paths: Sequence[Path]) -> bool:
-    # Listing makes a network file system look again for what another node has written.
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return {path.name for path in paths} <= set(os.listdir(paths[0].parent))
-    return False
-
-
 def _write(path: Path, array: np.ndarray) -> None:
-    """All of the file under its name or nothing; others may write the same at the same time."""
+    """Write atomically; other ranks may write the same file at the same time."""
+    # A unique name: two writers of one partial file would mix their content.
     partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
     try:
         with partial.open("xb") as file:
@@ -127,5 +122,5 @@ def _map(path: Path) -> np.ndarray:
 def _damaged(path: Path, reason: str) -> ValueError:
     return ValueError(
         f"--data-cache-path: the sample index {path} is damaged or cannot be read ({reason}); "
-        "delete it, and the next start makes it again"
+        "delete it, and the next start writes it again"
     )

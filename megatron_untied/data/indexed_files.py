@@ -1,7 +1,9 @@
-"""Token files in Megatron's format, ``PREFIX.bin`` and ``PREFIX.idx``: what they hold, checked.
+"""Reads and checks token files in Megatron's format, ``PREFIX.bin`` and ``PREFIX.idx``.
 
-megatron-core maps both files and trusts them: a truncated one is found in the middle of training,
-if ever. :func:`open_indexed_files` compares every size and bound that costs little to compare.
+Megatron-core maps both files without checks: a truncated one shows in the middle of training, if
+ever. :func:`open_indexed_files` checks every size and bound that is cheap to check;
+:func:`dataset_statistics` counts tokens.
+
 Layout of the .idx, little endian: magic, u64 version 1, u8 dtype, u64 sequences S, u64 bounds B,
 int32 length[S], int64 pointer[S] (bytes into the .bin), int64 bound[B] (sequences up to a
 document's end). Samples are made of whole documents in another order, so documents of several
@@ -30,12 +32,12 @@ class IndexedFiles:
 
     prefix: str
     lengths: np.ndarray
-    """Tokens of each document, int32."""
+    """Tokens of each document, int32 [documents]."""
     tokens: np.ndarray
-    """All documents one after the other, in the dtype of the file."""
+    """All documents one after the other, [tokens] in the dtype of the file."""
 
     def fingerprint(self) -> str:
-        """Changes when documents do in number, order or length: what sample indices depend on."""
+        """A digest of the documents' lengths in order, which sample indices depend on."""
         return fingerprint_of(self.lengths)
 
 
@@ -45,7 +47,7 @@ def fingerprint_of(lengths: np.ndarray) -> str:
 
 
 def open_indexed_files(prefix: str, *, vocab_size: int | None = None) -> IndexedFiles:
-    """The files at ``prefix``; with ``vocab_size`` their first Mi tokens are checked against it.
+    """Open the files at ``prefix``; with ``vocab_size`` the first Mi tokens are checked against it.
 
     Raises:
         FileNotFoundError: if one of the two files is missing.
@@ -73,6 +75,7 @@ def _read_index(path: str) -> tuple[type[np.integer], np.ndarray]:
     magic, version, code, num_sequences, num_bounds = _HEADER.unpack(header)
     if magic != _MAGIC or version != 1 or code not in _DTYPES:
         raise ValueError(f"{path} is not a Megatron index of integer tokens; preprocess again")
+    # Per sequence a length (int32) and a pointer (int64), then the bounds (int64).
     expected = _HEADER.size + 12 * num_sequences + 8 * num_bounds
     if size != expected:
         raise ValueError(
@@ -101,7 +104,7 @@ def _map_tokens(path: str, dtype: type[np.integer], lengths: np.ndarray) -> np.n
     expected = num_tokens * np.dtype(dtype).itemsize
     if size != expected:
         raise ValueError(
-            f"{path} is {size} bytes; its .idx speaks of {num_tokens} tokens, {expected} bytes: "
+            f"{path} is {size} bytes; its .idx lists {num_tokens} tokens, {expected} bytes: "
             f"{'cut short' if size < expected else 'not the pair of this .idx'}, preprocess again"
         )
     if not num_tokens:
@@ -110,13 +113,12 @@ def _map_tokens(path: str, dtype: type[np.integer], lengths: np.ndarray) -> np.n
 
 
 def require_token(files: IndexedFiles, token: int, flag: str) -> None:
-    """Raise unless ``token`` is in the files, where ``flag`` does nothing without it.
-
-    Reads up to the first one: near the beginning where each document ends with it.
+    """Check that ``token``, without which ``flag`` has no effect, occurs in the files.
 
     Raises:
-        ValueError: with ``flag`` and what to do.
+        ValueError: with ``flag`` and the remedy.
     """
+    # Stops at the first one, which is near the beginning if each document ends with the token.
     for start in range(0, len(files.tokens), _TOKENS_CHECKED):
         if (files.tokens[start : start + _TOKENS_CHECKED] == token).any():
             return
@@ -128,10 +130,7 @@ def require_token(files: IndexedFiles, token: int, flag: str) -> None:
 
 
 def first_inside(files: IndexedFiles, token: int) -> int | None:
-    """Place of the first ``token`` that ends no document, among the first Mi tokens; None if none.
-
-    Counted from the beginning of the .bin.
-    """
+    """Position of the first ``token`` inside a document, among the first Mi tokens; or None."""
     found = np.flatnonzero(files.tokens[:_TOKENS_CHECKED] == token)
     last_places = files.lengths[:_TOKENS_CHECKED].cumsum(dtype=np.int64) - 1
     inside = np.setdiff1d(found, last_places, assume_unique=True)
@@ -141,7 +140,7 @@ def first_inside(files: IndexedFiles, token: int) -> int | None:
 def out_of_vocabulary(
     prefix: str, *, document: int, place: int, token: int, vocab_size: int
 ) -> ValueError:
-    """The error for a token of ``prefix`` that the tokenizer does not have, and where it is."""
+    """The error for a token of ``prefix`` outside the tokenizer's vocabulary, with its place."""
     return ValueError(
         f"--data-path {prefix} holds token {token}, the tokenizer has {vocab_size}: preprocess "
         f"again with this tokenizer, or give the one it was made with. It is token {place} of "
@@ -150,8 +149,8 @@ def out_of_vocabulary(
 
 
 def outside(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Positions in ``tokens`` of those that are not in the vocabulary; one pass where all are."""
-    # Negative numbers are the largest unsigned ones: no second pass for the minimum.
+    """Positions, int64, of the ``tokens`` that are not in the vocabulary."""
+    # As unsigned numbers negative ones are the largest: one pass, in every sample, finds both.
     unsigned = tokens.view(tokens.dtype.str.replace("i", "u"))
     if int(unsigned.max(initial=0)) < vocab_size:
         return np.empty(0, np.int64)
@@ -182,13 +181,14 @@ class DatasetStatistics:
     num_tokens: int
     num_distinct_tokens: int
     unigram_entropy: float
-    """Nats a token: the loss of a model that knows how often each token occurs, and no more."""
+    """Nats per token: the loss of a model that predicts the frequencies of tokens alone."""
     document_tokens: dict[int, int]
-    """Percentile to tokens in a document: 50 is the median, 100 the longest."""
+    """Percentile -> tokens of a document: 50 is the median, 100 the longest."""
 
 
 def dataset_statistics(files: IndexedFiles) -> DatasetStatistics:
     """Statistics of all documents, in one pass over the tokens."""
+    # In blocks: bincount converts its input to int64, 8 bytes per token.
     counts = np.zeros(0, dtype=np.int64)
     for start in range(0, len(files.tokens), _TOKENS_AT_A_TIME):
         part = np.bincount(files.tokens[start : start + _TOKENS_AT_A_TIME])
@@ -205,6 +205,6 @@ def dataset_statistics(files: IndexedFiles) -> DatasetStatistics:
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Entropy in nats of the distribution that ``counts`` [v] are in proportion to."""
+    """Entropy in nats of the distribution proportional to ``counts`` [v]."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -1,4 +1,9 @@
-"""Writes token files in Megatron's format under names that say they are not complete."""
+"""Writes token files in Megatron's format, and the state from which an interrupted run resumes.
+
+:class:`IndexedWriter` writes under partial names and renames the files when they are complete.
+:func:`save_finished_part` stores what an interrupted run has tokenized, :func:`load_finished_part`
+continues from it.
+"""
 
 import json
 import os
@@ -18,7 +23,7 @@ _PARTIAL = ".partial"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """How far a writer is."""
+    """Counts of what a writer has written."""
 
     num_documents: int
     num_empty: int
@@ -26,12 +31,12 @@ class Counts:
 
 
 class IndexedWriter:
-    """``PREFIX.bin`` and ``PREFIX.idx`` through megatron-core's builder, published at the end.
+    """Writes ``PREFIX.bin`` and ``PREFIX.idx`` with megatron-core's builder.
 
-    With ``provenance``, ``PREFIX.provenance.json`` beside them tells what made them.
+    With ``provenance`` also ``PREFIX.provenance.json``, which records how they were made.
 
-    :meth:`finish` completes the files, :meth:`publish` gives them their names, :meth:`discard`
-    removes what was not published. A run that is killed leaves only ``*.partial``.
+    :meth:`finish` completes the files, :meth:`publish` renames them to their names, :meth:`discard`
+    removes unpublished files. A killed run leaves only ``*.partial``.
 
     Raises:
         ValueError: from :meth:`finish`, if no document had a token.
@@ -45,7 +50,7 @@ class IndexedWriter:
         self._builder = IndexedDatasetBuilder(self._partial(".bin"), dtype=dtype)
 
     def add(self, ids: np.ndarray) -> None:
-        """Append a document [tokens]; one without tokens is counted and left out."""
+        """Append a document, int [tokens]; one without tokens is only counted."""
         if not len(ids):
             self.num_empty += 1
             return
@@ -61,7 +66,7 @@ class IndexedWriter:
 
     @property
     def counts(self) -> Counts:
-        """What was added so far."""
+        """Counts so far, for :meth:`roll_back`."""
         return Counts(
             num_documents=self.num_documents,
             num_empty=self.num_empty,
@@ -69,11 +74,11 @@ class IndexedWriter:
         )
 
     def roll_back(self, counts: Counts) -> None:
-        """Forget what was added since, in whole or in part: for a run that was interrupted."""
+        """Remove what was added after ``counts``, even a document that was added in part."""
         del self._builder.sequence_lengths[counts.num_documents :]
         del self._builder.document_indices[counts.num_documents + 1 :]
         num_bytes = counts.num_tokens * np.dtype(self._builder.dtype).itemsize
-        if self._builder.data_file.closed:  # by finish
+        if self._builder.data_file.closed:  # finish() closes it
             os.truncate(self._partial(".bin"), num_bytes)
         else:
             self._builder.data_file.truncate(num_bytes)
@@ -92,18 +97,17 @@ class IndexedWriter:
                 os.fsync(file)
 
     def publish(self, prefix: str | None = None) -> None:
-        """Rename the files, to ``prefix`` if given, the .idx last.
-
-        At no moment is there an .idx beside another run's .bin or provenance.
-        """
+        """Rename the files to ``prefix``, by default the writer's own."""
         prefix = prefix or self.prefix
+        # The old .idx goes first and the new one comes last: at no moment is there an .idx beside
+        # the .bin or provenance of another run.
         for ending in (".idx", ENDING):
             Path(prefix + ending).unlink(missing_ok=True)
         for ending in self._endings:
             os.replace(self._partial(ending), prefix + ending)
 
     def discard(self) -> None:
-        """Remove the partial files that are left."""
+        """Remove the partial files."""
         self._builder.data_file.close()
         for ending in self._endings:
             Path(self._partial(ending)).unlink(missing_ok=True)
@@ -120,22 +124,22 @@ INCOMPLETE = ".incomplete"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedPart:
-    """State of the run, without its tokens."""
+    """The state of an interrupted run, stored beside the token files of its finished part."""
 
     made_by: dict[str, Any]
-    """The provenance, without the tokenizer's path."""
+    """The provenance, without the tokenizer's path, which may change."""
     last: Place
     """The last document that was written or left out."""
     num_empty: dict[str, int]
-    """By JSON key, as the token files are; of a key that has no token yet there are none."""
+    """Documents without tokens by JSON key; a key without any token yet has no token files."""
     files_before: list[list]
-    """Path and bytes of the files that come before that of ``last``."""
+    """Path and bytes of the input files before that of ``last``."""
     digest: str
-    """Of the records of that file up to ``last``."""
+    """Digest of the records of that file up to ``last``."""
 
 
 def state_path(output_prefix: str) -> Path:
-    """Where the state is stored; that there is one means that the part is complete."""
+    """The file of the state; its existence means that the part is complete."""
     return Path(f"{output_prefix}{INCOMPLETE}.json")
 
 
@@ -146,7 +150,7 @@ def save_finished_part(
     last: Place,
     provenance: Provenance,
 ) -> None:
-    """Publish what ``writers`` by JSON key hold, and the state, in place of an earlier part."""
+    """Publish the files of ``writers``, by JSON key, and the state; replaces an earlier part."""
     part = FinishedPart(
         made_by=_settings(provenance),
         last=last,
@@ -157,6 +161,7 @@ def save_finished_part(
     filled = [writer for writer in writers.values() if writer.num_documents]
     for writer in filled:
         writer.finish()
+    # The state goes first and comes last: a crash in between leaves no part that looks complete.
     remove_finished_part(output_prefix, writers)
     for writer in filled:
         writer.publish(writer.prefix + INCOMPLETE)
@@ -171,23 +176,23 @@ def load_finished_part(
     files: Sequence[Path],
     provenance: Provenance,
 ) -> Place:
-    """Put the tokens of the part into ``writers`` and return the place after which to go on.
+    """Copy the tokens of the part to ``writers``; returns the place of its last document.
 
     Raises:
-        ValueError: there is no part, or flags or input up to that place are not those it had.
+        ValueError: there is no part, or its flags or its input up to that place have changed.
     """
     path = state_path(output_prefix)
     if not path.is_file():
-        raise ValueError(f"--resume: there is no {path}; leave the flag out to begin anew")
+        raise ValueError(f"--resume: there is no {path}; leave the flag out to start over")
     fields = json.loads(path.read_text())
     part = FinishedPart(**{**fields, "last": Place(**fields["last"])})
-    remedy = f"; give the same, or leave --resume out to begin anew ({path})"
+    remedy = f"; give the same, or leave --resume out to start over ({path})"
     if part.made_by != _settings(provenance) or list(part.num_empty) != list(writers):
-        raise ValueError(f"--resume: tokenizer, its flags or --json-keys are others{remedy}")
+        raise ValueError(f"--resume: tokenizer, its flags or --json-keys differ{remedy}")
     index = part.last.file_index
     same_files = _sizes(files[:index]) == part.files_before and index < len(files)
     if not same_files or str(files[index]) != part.last.file:
-        raise ValueError(f"--resume: files of --input before {part.last} are others{remedy}")
+        raise ValueError(f"--resume: files of --input before {part.last} differ{remedy}")
     if records_digest(files[index], list(writers), part.last.number) != part.digest:
         raise ValueError(f"--resume: {part.last.file} changed before {part.last}{remedy}")
     for key, writer in writers.items():
@@ -198,7 +203,7 @@ def load_finished_part(
 
 
 def remove_finished_part(output_prefix: str, writers: Mapping[str, IndexedWriter]) -> None:
-    """Remove the state, then the token files; after a run that wrote all, they are superseded."""
+    """Remove the state, then the token files of the part."""
     state_path(output_prefix).unlink(missing_ok=True)
     for writer in writers.values():
         for ending in (".idx", ".bin", ENDING):

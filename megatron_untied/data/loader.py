@@ -1,8 +1,8 @@
-"""The order in which samples are trained on, and the micro-batches one rank reads of them.
+"""Reads the micro-batches of one rank from a dataset.
 
-Global batch k of size B holds samples kB .. (k+1)B - 1 whatever the number of ranks: a resumed run
-continues at the number of samples it has consumed. Data-parallel ranks take turns within it, a
-micro-batch each. Ranks that share a data-parallel rank (tensor and context parallel) read the same.
+Global batch k of size B holds samples kB .. (k+1)B - 1 for any number of ranks, so a resumed run
+continues at the number of samples it has consumed. Within it data-parallel ranks alternate by
+micro-batch. Tensor- and context-parallel ranks of one data-parallel rank read the same.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ FIELDS = ("tokens", "labels", "loss_mask", "positions")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchSampler:
-    """Sample numbers of one data-parallel rank's micro-batches, for ever."""
+    """An endless iterable of sample numbers, one micro-batch of a data-parallel rank at a time."""
 
     num_samples: int
-    """Samples in the dataset; after the last comes the first."""
+    """Samples in the dataset; the first follows the last."""
     consumed_samples: int
-    """Samples of all ranks already trained on."""
+    """Samples already trained on, over all ranks."""
     micro_batch_size: int
     data_parallel_rank: int
     data_parallel_size: int
@@ -49,12 +49,12 @@ def micro_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """An endless iterator over this rank's micro-batches, dicts of host tensors [b, s].
 
-    A global batch is B / (b * data_parallel_size) of them. What comes does not depend on
-    ``num_workers`` nor on whether the run was interrupted.
+    A global batch is B / (b * data_parallel_size) of them. The order depends neither on
+    ``num_workers`` nor on interruptions of the run.
 
     Raises:
-        ValueError: what reading a sample raises, also where a worker reads it.
-        OSError: the same.
+        ValueError: from reading a sample, in this process or in a worker.
+        OSError: as ValueError.
     """
     sampler = MicroBatchSampler(
         num_samples=len(dataset),
@@ -69,15 +69,22 @@ def micro_batches(
         num_workers=num_workers,
         collate_fn=_stack,
         worker_init_fn=end_with_parent,
-        # Otherwise the loader draws its seed from the run's own random numbers.
+        # By default the loader draws a seed from the run's generator, and so changes its state.
         generator=torch.Generator(),
     )
-    with blocked_signals():  # workers are forked here
-        return map(_require_batch, iter(loader))
+    with blocked_signals():  # iter() forks the workers
+        batches = iter(loader)
+
+    def raise_errors(batch: dict[str, Tensor] | Exception) -> dict[str, Tensor]:
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
+
+    return map(raise_errors, batches)
 
 
 class _Samples(Dataset):
-    """A dataset whose errors are values: what a worker raises comes as a worker's traceback."""
+    """Returns errors as values: DataLoader would wrap a worker's in the text of a traceback."""
 
     def __init__(self, dataset: Dataset):
         self._dataset = dataset
@@ -93,13 +100,8 @@ def _stack(samples: list[dict[str, Tensor] | Exception]) -> dict[str, Tensor] | 
     errors = [sample for sample in samples if isinstance(sample, Exception)]
     if errors:
         return errors[0]
+    # b times [s] -> [b, s]
     return {name: torch.stack([sample[name] for sample in samples]) for name in FIELDS}
-
-
-def _require_batch(batch: dict[str, Tensor] | Exception) -> dict[str, Tensor]:
-    if isinstance(batch, Exception):
-        raise batch
-    return batch
 
 
 BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -107,9 +109,9 @@ BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 @contextlib.contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Block the signals in this thread, and in processes forked meanwhile from their first moment.
+    """Block the signals in this thread, and in processes forked meanwhile from their start.
 
-    Without it a worker could be killed between its fork and :func:`end_with_parent`.
+    Otherwise a signal could kill a worker between its fork and :func:`end_with_parent`.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
@@ -119,17 +121,20 @@ def blocked_signals() -> Iterator[None]:
 
 
 def end_with_parent(worker: int) -> None:
-    """A ``worker_init_fn``: from now on the parent alone can end this process by such a signal.
+    """A ``worker_init_fn``: afterwards only the parent can end this process by such a signal.
 
-    The signals stay blocked; a thread takes them and looks at their sender, which a handler cannot.
-    That a parent has died without a signal is noticed by PyTorch's own worker loop within seconds.
+    A launcher may signal all processes of a group at once, while the parent still needs its workers
+    to finish a step. The signals stay blocked; a thread receives them with their sender, which a
+    handler does not get. PyTorch's own worker loop ends within seconds of the parent's death.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     signal.set_wakeup_fd(-1)  # the parent's, inherited: it would report this process's signals
-    threading.Thread(target=_obey, args=(os.getppid(),), name="signals", daemon=True).start()
+    threading.Thread(
+        target=_wait_for_parent, args=(os.getppid(),), name="signals", daemon=True
+    ).start()
 
 
-def _obey(parent: int) -> None:
+def _wait_for_parent(parent: int) -> None:
     while signal.sigwaitinfo(BLOCKED).si_pid != parent:
         pass
-    os._exit(0)
+    os._exit(0)  # sys.exit would end only this thread

@@ -1,13 +1,13 @@
-"""Encodes a long text part by part, where that gives the ids of the whole.
+"""Encodes a long text in parts, for tokenizers that then give the ids of the whole text.
 
-Progress is then known inside one document. A cut is exact for
+So progress is visible inside one document. A cut does not change ids for
 
 - NullTokenizer at every space;
 - SentencePiece BPE without normalization, before a space, if no piece of the vocabulary has a space
-  after another character: no merge can cross that place, and the rest is independent of it;
-- Hugging Face BPE, at a boundary between words of a pre-tokenizer that goes from left to right
-  and looks at no more than the character behind a word. The boundary is taken from the middle of a
-  longer stretch of text, so that the end of that stretch cannot have moved it.
+  after another character: no merge can cross that place;
+- Hugging Face BPE, at a boundary between words of a pre-tokenizer that works from left to right
+  and reads at most one character beyond a word. The boundary is taken far from the end of the
+  encoded text, which therefore cannot have moved it.
 """
 
 import json
@@ -23,14 +23,14 @@ _MARGIN_CHARACTERS = 1 << 12
 _SPACE = "\u2581"  # SentencePiece's
 
 Parts = Iterator[tuple[int, list[int]]]
-"""The characters of the text that a part and all before it cover, and the part's ids."""
+"""Per part: characters of the text up to its end, and its ids."""
 EncodeParts = Callable[[str], Parts]
 
 
 def parts_encoder(
     tokenizer: MegatronTokenizerBase, *, parse_special_tokens: bool
 ) -> EncodeParts | None:
-    """Encodes a text in parts; None where a cut of it may change ids."""
+    """A function that encodes a text in parts; None if cuts may change ids."""
     if tokenizer.library == "null":
         return lambda text: _at_spaces(text, tokenizer.tokenize, r" ")
     library = tokenizer._tokenizer.tokenizer
@@ -41,7 +41,7 @@ def parts_encoder(
     backend = Tokenizer.from_str(library.backend_tokenizer.to_str())
     if not _cuts_between_words(json.loads(backend.to_str())):
         return None
-    backend.post_processor = None  # offsets shall not be trimmed
+    backend.post_processor = None  # it may trim offsets, which cuts are computed from
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = not parse_special_tokens
@@ -49,7 +49,7 @@ def parts_encoder(
 
 
 def _at_spaces(text: str, encode: Callable[[str], list[int]], space: str) -> Parts:
-    """Parts end before a match of ``space``; the space, which every part implies, is dropped."""
+    """Parts end before a match of ``space``, which is dropped: each part implies it."""
     cut = re.compile(space)
     start = 0
     while match := cut.search(text, start + PART_CHARACTERS):
@@ -71,7 +71,7 @@ def _sentencepiece_parts(processor: SentencePieceProcessor) -> EncodeParts | Non
         or any(inner_space.search(piece.piece) for piece in model.pieces)
     ):
         return None
-    # With a dummy prefix the space before a part is the one that SentencePiece puts there.
+    # With a dummy prefix SentencePiece adds the space before each part by itself.
     cut = f"(?<=[^ {_SPACE}]) " if normalizer.add_dummy_prefix else f"(?<=[^ {_SPACE}])(?= )"
     return lambda text: _at_spaces(text, processor.encode_as_ids, cut)
 
@@ -83,20 +83,20 @@ def _at_words(text: str, backend: Tokenizer) -> Parts:
         encoding = backend.encode(part, add_special_tokens=False)
         num_tokens, num_characters = _last_cut(part, encoding)
         if not num_tokens:
-            break  # no word ends in so long a stretch: the rest in one call
+            break  # no word ends in a whole part: encode the rest in one call
         start += num_characters
         yield start, encoding.ids[:num_tokens]
     yield len(text), backend.encode(text[start:], add_special_tokens=False).ids
 
 
 def _last_cut(part: str, encoding: Encoding) -> tuple[int, int]:
-    """Tokens and characters before the last word boundary that what follows cannot move; or 0, 0.
+    """Tokens and characters before the last safe word boundary of ``part``; 0, 0 without one.
 
-    That is one between a word and white space which ends, and far from the end of ``part``.
+    Safe is one between a word and white space, far from the end, followed by another word in time.
     """
     words, offsets = encoding.word_ids, encoding.offsets
     for index in range(len(words) - 1, 0, -1):
-        at = offsets[index][0]
+        at = offsets[index][0]  # characters before this token
         if (
             0 < at <= len(part) - _MARGIN_CHARACTERS
             and words[index] != words[index - 1]
@@ -110,7 +110,8 @@ def _last_cut(part: str, encoding: Encoding) -> tuple[int, int]:
 
 
 def _cuts_between_words(spec: dict) -> bool:
-    """Whether words of the tokenizer of a ``tokenizer.json`` are independent of each other."""
+    """Whether a tokenizer, given as its ``tokenizer.json``, encodes words independently."""
+    # Normalizers that change single characters, or combine neighbours inside a word.
     normalizers = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase"}
     return (
         spec["model"].get("type") == "BPE"
@@ -130,7 +131,7 @@ def _looks_left_to_right(pre_tokenizer: dict) -> bool:
         case {"type": "Digits" | "Punctuation"}:
             return True
         case {"type": "Split", "pattern": {"Regex": regex}}:
-            # The lookahead of GPT-2 sees one character. No other, no lookbehind, no anchor.
+            # GPT-2's lookahead reads one character. No other lookahead, lookbehind or anchor.
             rest = re.sub(r"\[(\\.|[^\]\\])*\]", "", regex.replace(r"(?!\S)", ""))
             return not re.search(r"\(\?<?[=!]|\(\?<|\\[bBAGZzK]|[$^]", rest)
     return False

@@ -1,7 +1,7 @@
-"""megatron-core's GPT samples with our fields, in our order (:mod:`.sample_order`).
+"""Samples of token files: megatron-core's GPTDataset with our fields and order of samples.
 
-A sample is ``seq_length`` + 1 tokens of documents joined one after the other: the first and the
-last document may be cut.
+A sample is ``seq_length`` + 1 tokens of concatenated documents: the first and the last document may
+be cut. :mod:`.sample_order` defines the order.
 """
 
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from torch import Tensor
+from typing_extensions import override
 
 from megatron_untied.config.data import DocumentBoundaries
 from megatron_untied.data.index_cache import Arrays, cached_arrays
@@ -21,30 +22,33 @@ from megatron_untied.data.sample_order import sample_indices
 
 @dataclass
 class PackedDocumentsConfig(GPTDatasetConfig):
-    """megatron-core's configuration and what it has no field for.
+    """Megatron-core's configuration with further fields.
 
-    ``path_to_cache`` stays None: megatron-core would let rank 0 alone write there.
+    ``path_to_cache`` stays None: there megatron-core would write on rank 0 only.
     """
 
     fingerprints: tuple[str, ...] = field(default=())
-    """Of the token files: a key of cached indices, which must not outlive other files."""
+    """Digests of the token files: part of the key of cached indices, which must not be used for
+    other files."""
     order: str = "epochs"
-    """The way in which samples are shuffled, a key of cached indices too."""
+    """How samples are shuffled; also part of the key of cached indices."""
     document_boundaries: DocumentBoundaries = "idx"
-    """Where positions start again, with ``reset_position_ids``."""
+    """Where positions restart, with ``reset_position_ids``."""
     vocab_size: int = 0
-    """Of the tokenizer: tokens are below it."""
+    """The tokenizer's; every token must be below it."""
     cache_folder: str | None = None
-    """Where indices are kept; None is beside the token files."""
+    """Folder of cached indices; None is one beside the token files."""
 
 
 class PackedDocuments(GPTDataset):
     """Samples of one pair of token files.
 
-    The masks are made anew for every sample. GPTDataset's are cached with the first sample's
-    padding in them, and its restart of positions costs one pass over the sequence a document.
+    Masks and positions are computed for each sample. GPTDataset caches its masks with the first
+    sample's padding in them, and its restart of positions costs a pass over the sequence for each
+    document.
     """
 
+    @override
     @staticmethod
     def _key_config_attributes() -> list[str]:
         return [*GPTDataset._key_config_attributes(), "fingerprints", "order"]
@@ -52,6 +56,7 @@ class PackedDocuments(GPTDataset):
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
+    @override
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """``tokens``, ``labels``, ``positions`` int64 and ``loss_mask`` fp32, each [s].
 
@@ -59,11 +64,12 @@ class PackedDocuments(GPTDataset):
             ValueError: if a token is not in the vocabulary, with file, document and place.
         """
         ids, documents = self._query_document_sample_shuffle_indices(index)  # [s + 1], [documents]
-        offset = self.sample_index[self.shuffle_index[index], 1]  # of the sample in its first one
+        offset = self.sample_index[self.shuffle_index[index], 1]  # into the first document
+        # Where each document ends in the sample: [documents].
         ends = self.dataset.sequence_lengths[documents].cumsum(dtype=np.int64) - offset
         self._check_vocabulary(ids, documents, offset, ends)
         text = torch.from_numpy(ids)
-        tokens, labels = text[:-1], text[1:]
+        tokens, labels = text[:-1], text[1:]  # [s + 1] -> [s] twice
         loss_mask = torch.ones(len(tokens))
         if self.config.eod_mask_loss:
             loss_mask[tokens == self.config.tokenizer.eod] = 0.0
@@ -73,13 +79,13 @@ class PackedDocuments(GPTDataset):
         return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
 
     def _document_starts(self, tokens: Tensor, ends: np.ndarray) -> Tensor:
-        """Where in the sample the document of each token starts: [s] -> [s]."""
+        """The position in the sample where the document of each token starts: [s] -> int64 [s]."""
         starts = torch.zeros(len(tokens) + 1, dtype=torch.int64)
         if self.config.document_boundaries == "eod":
             firsts = (tokens == self.config.tokenizer.eod).nonzero()[:, 0] + 1
-        else:  # the last document may begin with the label that is no token of this sample
+        else:  # one more than s: the last document may begin with the last label
             firsts = torch.from_numpy(ends[:-1])
-        starts[firsts] = firsts
+        starts[firsts] = firsts  # [0, 0, 2, 0, 0, 5, ...], whose running maximum is the answer
         return starts[:-1].cummax(0).values
 
     def _check_vocabulary(
@@ -97,8 +103,9 @@ class PackedDocuments(GPTDataset):
                 vocab_size=self.config.vocab_size,
             )
 
+    @override
     def _build_document_sample_shuffle_indices(self) -> Arrays:
-        """In place of megatron-core's, which let rank 0 alone write what all others map."""
+        # In megatron-core rank 0 writes what all others map: that needs a shared file system.
         folder = self.config.cache_folder
         if folder is None and not self.config.mock:
             folder = Path(self.dataset.path_prefix, "cache", f"{type(self).__name__}_indices")
@@ -106,18 +113,16 @@ class PackedDocuments(GPTDataset):
             folder and Path(folder),
             f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
             ("document_index", "sample_index", "shuffle_index"),
-            self._indices,
+            lambda: (
+                sample_indices(
+                    self.indices,
+                    np.asarray(self.dataset.sequence_lengths),
+                    seq_length=self.config.sequence_length,
+                    num_samples=self.num_samples,
+                    seed=self.config.random_seed,
+                ).arrays
+            ),
         )
-
-    def _indices(self) -> Arrays:
-        indices = sample_indices(
-            self.indices,
-            np.asarray(self.dataset.sequence_lengths),
-            seq_length=self.config.sequence_length,
-            num_samples=self.num_samples,
-            seed=self.config.random_seed,
-        )
-        return indices.document_index, indices.sample_index, indices.shuffle_index
 
 
 class MockPackedDocuments(PackedDocuments, MockGPTDataset):
@@ -125,8 +130,9 @@ class MockPackedDocuments(PackedDocuments, MockGPTDataset):
 
 
 class BlendedDocuments(BlendedDataset):
-    """megatron-core's mixture of datasets; its indices are cached as theirs are."""
+    """Megatron-core's mixture of datasets, with its indices in the same cache."""
 
+    @override
     def _build_indices(self) -> Arrays:
         folder = self.config.cache_folder
         return cached_arrays(

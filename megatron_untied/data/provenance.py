@@ -1,4 +1,4 @@
-"""``PREFIX.provenance.json`` beside token files: which tokenizer made them, and how."""
+"""``PREFIX.provenance.json`` beside token files: the tokenizer and settings that made them."""
 
 import json
 import logging
@@ -11,6 +11,7 @@ from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.core.utils import log_single_rank
 
 from megatron_untied.config.data import TokenizerType
+from megatron_untied.config.problems import first_few
 from megatron_untied.data.indexed_files import IndexedFiles, fingerprint_of
 from megatron_untied.data.tokenizers import tokenizer_hash
 
@@ -21,22 +22,22 @@ ENDING = ".provenance.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """How text became tokens: equal provenance, equal tokens of equal text."""
+    """How text became tokens. With equal provenance, equal text has equal tokens."""
 
     tokenizer_type: TokenizerType
     tokenizer_model: str | None
-    """As it was given; for messages, since files move."""
+    """The path as given, for messages only: files may move."""
     tokenizer_hash: str
     vocab_size: int
     eod: int
     append_eod: bool
     """Whether every document ends with ``eod``."""
     bos: int | None
-    """The token that every document begins with; None where none was prepended."""
+    """The token that was prepended to every document; None without one."""
     parse_special_tokens: bool
 
     def write(self, path: str, lengths: np.ndarray, num_empty: int) -> None:
-        """Store it with what identifies the token files: the ``lengths`` of their documents."""
+        """Store it with a digest of the token files, from their ``lengths``: [documents]."""
         fields = {
             **asdict(self),
             "num_documents": len(lengths),
@@ -48,7 +49,7 @@ class Provenance:
 
 
 def read_provenance(files: IndexedFiles) -> Provenance | None:
-    """What made the token files; None if it is not stored.
+    """The stored provenance of token files; None without one.
 
     Raises:
         ValueError: if it is damaged, or describes other files than these.
@@ -65,24 +66,24 @@ def read_provenance(files: IndexedFiles) -> Provenance | None:
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is damaged ({reason}); {remedy}") from error
-    if described != files.fingerprint():
+    if described != files.fingerprint():  # a .bin and .idx were copied over without it
         raise ValueError(f"{path} describes other documents than {prefix}.idx holds: {remedy}")
     return provenance
 
 
 def check_provenance(all_files: Sequence[IndexedFiles], tokenizer: MegatronTokenizerBase) -> None:
-    """Raise unless ``tokenizer`` made all token files that tell what made them.
+    """Check that ``tokenizer`` made all token files that have a provenance.
 
-    Files of other tools, Megatron's among them, do not tell; one log line counts them.
+    Files of other tools, such as Megatron's, have none; one log line counts them.
 
     Raises:
-        ValueError: for the first files that another tokenizer made, of the same size or not.
+        ValueError: for the first files that another tokenizer made, even one of the same size.
     """
-    untold = []
+    unknown = []
     for files in all_files:
         made_by = read_provenance(files)
         if made_by is None:
-            untold.append(files.prefix)
+            unknown.append(files.prefix)
         elif made_by.tokenizer_hash != tokenizer_hash(tokenizer):
             raise ValueError(
                 f"--data-path {files.prefix} was made with another tokenizer, "
@@ -92,10 +93,10 @@ def check_provenance(all_files: Sequence[IndexedFiles], tokenizer: MegatronToken
                 f"{tokenizer.eod}, or other ids for the same text. Give --tokenizer-type and "
                 f"--tokenizer-model of that one, or preprocess again (see {files.prefix}{ENDING})"
             )
-    if untold:
+    if unknown:
         log_single_rank(
             logger,
             logging.WARNING,
-            f"{untold[0]}{f' and {len(untold) - 1} more' if len(untold) > 1 else ''}: no {ENDING} "
-            "names the tokenizer of these token files; that it is this run's is not checked",
+            f"{first_few(unknown, 1)}: no {ENDING} names the tokenizer of these token files; "
+            "whether it is this run's is not checked",
         )

@@ -1,6 +1,6 @@
 """Splits files into records: lines of JSON, rows of Parquet, or a plain-text file as a whole.
 
-Files are read as streams, compressed ones too: memory holds one record (of Parquet, one row group).
+Files are read as streams, also compressed ones: memory holds one record, or a row group of Parquet.
 """
 
 import gzip
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO
+
+from typing_extensions import override
 
 from megatron_untied.checkpoint.directory import require_content
 
@@ -32,16 +34,16 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One record as it is in its file."""
+    """One record in the bytes of its file."""
 
     number: int
     """Line or row, from 1; 0 is a whole file."""
     content: bytes | dict[str, bytes | None]
-    """A line or file, or the columns of a row."""
+    """A line or file, or the columns of a row by name."""
     num_bytes: int
-    """Bytes of the file, compressed as it is, that were read since the record before."""
+    """Bytes of the file, before decompression, read since the previous record."""
     problem: str | None = None
-    """Why there is no content; what follows it in the file may be lost."""
+    """Reason for missing content; the rest of the file may be lost."""
 
 
 def is_plain_text(file: Path) -> bool:
@@ -50,7 +52,7 @@ def is_plain_text(file: Path) -> bool:
 
 
 def check_readable(file: Path, keys: Sequence[str]) -> None:
-    """Find before hours of work what is certain to fail later.
+    """Check what would otherwise fail after hours of work.
 
     Raises:
         OSError: the file cannot be opened, or is a link to one that is not there.
@@ -85,6 +87,7 @@ def read_records(file: Path, keys: Sequence[str]) -> Iterator[Record]:
             else:
                 for number, line in enumerate(stream, start=1):
                     if not line.isspace():
+                        # Of the compressed file: it advances by the buffer, not by the line.
                         last, position = position, raw.tell()
                         yield Record(number=number, content=line, num_bytes=position - last)
         except _damage_of(file) as error:
@@ -123,18 +126,20 @@ def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
 
 
 class _ZstdStream(io.RawIOBase):
-    """The content of all frames; zstandard's own reader takes a file cut short for a whole one."""
+    """The content of all frames; zstandard's own reader accepts a truncated file as complete."""
 
     def __init__(self, raw: BinaryIO, decompressor):
         self._raw, self._decompressor = raw, decompressor
         self._frame, self._compressed, self._content = decompressor.decompressobj(), b"", b""
         self._inside_frame = False
 
+    @override
     def readable(self) -> bool:
         return True
 
+    @override
     def readinto(self, buffer: memoryview) -> int:
-        """Raises EOFError if the file ends inside a frame."""
+        # Raises EOFError, as gzip does, if the file ends inside a frame.
         while not self._content:
             self._compressed = self._compressed or self._raw.read(_COMPRESSED_BYTES_AT_A_TIME)
             if not self._compressed:
@@ -178,9 +183,9 @@ def _json_lines(head: bytes) -> str | None:
 
 
 def _json_array(head: bytes) -> str | None:
-    """What is wrong if the file is one JSON array, which is never read as a whole.
+    """The problem of a file that is one JSON array, which cannot be streamed; None without one.
 
-    A first line that is a complete array, with lines after it, is but a bad line.
+    A complete array on the first line, followed by other lines, is only a bad line.
     """
     if not head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
         return None
@@ -193,7 +198,7 @@ def _json_array(head: bytes) -> str | None:
         return None
     return (
         "the file is one JSON array where lines of JSON are expected; "
-        "write one object a line, for example with jq -c '.[]'"
+        "write one object per line, for example with jq -c '.[]'"
     )
 
 

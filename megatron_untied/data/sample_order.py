@@ -1,11 +1,11 @@
-"""The order of samples: each epoch is shuffled on its own, so a longer run continues a shorter.
+"""The order of samples. Epochs are shuffled independently, so a longer run extends a shorter one.
 
-megatron-core shuffles all epochs of a run as one. Its order, and where samples are cut, then change
-with the number of epochs, and so with the length of the run. Here both are functions of the seed
-and the epoch. The first epoch is the one that megatron-core makes of a single epoch.
+Megatron-core shuffles all epochs of a run together: its order, and the boundaries of samples,
+depend on the number of epochs and so on the length of the run. Here both are functions of the seed
+and the epoch. The first epoch equals that of a run of one epoch in megatron-core.
 
-In each epoch the documents are shuffled, joined and cut anew. Less than a sample is left over at
-its end and dropped; another epoch drops other tokens.
+In each epoch the documents are shuffled, concatenated and cut again. Less than a sample remains at
+its end and is dropped; each epoch drops other tokens.
 """
 
 from dataclasses import dataclass
@@ -22,19 +22,24 @@ from megatron_untied.data.indexed_files import open_indexed_files
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleIndices:
-    """The arrays that a GPTDataset reads by, over all epochs one after the other."""
+    """The index arrays of a GPTDataset, all epochs one after the other."""
 
     document_index: np.ndarray
-    """Documents in the order in which they are joined, int32."""
+    """Documents in the order of concatenation, int32 [epochs * documents]."""
     sample_index: np.ndarray
     """Where samples begin, [rows, 2]: position in ``document_index``, tokens into that document.
-    A sample ends where the next row begins; an epoch has a row more than samples."""
+    A sample ends where the next row begins, so an epoch has one row more than samples."""
     shuffle_index: np.ndarray
-    """Rows of ``sample_index``, in the order of training."""
+    """Rows of ``sample_index`` in the order of training, [samples]."""
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The three arrays in the order of GPTDataset."""
+        return self.document_index, self.sample_index, self.shuffle_index
 
 
 def samples_per_epoch(num_tokens: int, seq_length: int) -> int:
-    """Samples of ``seq_length`` tokens and a label more, overlapping by one, in ``num_tokens``."""
+    """Samples of ``seq_length`` + 1 tokens, overlapping by one, in ``num_tokens``."""
     return (num_tokens - 1) // seq_length
 
 
@@ -46,24 +51,26 @@ def sample_indices(
     num_samples: int | None,
     seed: int,
 ) -> SampleIndices:
-    """Indices of as many epochs as hold ``num_samples``, or of one.
+    """Indices of as many epochs as ``num_samples`` need, at least one.
 
     Args:
-        documents: those of this split, int32.
-        lengths: tokens of every document of the files, int32.
+        documents: documents of this split, int32 [documents].
+        lengths: tokens of every document of the files, int32 [all documents].
         seq_length: tokens of a sample.
-        num_samples: how many are needed at least; None is one epoch.
-        seed: of the run.
+        num_samples: least number of samples; None is one epoch.
+        seed: the run's seed.
     """
     num_tokens = int(lengths[documents].sum(dtype=np.int64))
     count = samples_per_epoch(num_tokens, seq_length)
     num_epochs = max(1, -(-(num_samples or 0) // count))
-    # At once, and not epoch by epoch: nothing is there twice.
+    # Allocated for all epochs at once: concatenating them would need the memory twice.
     document_index = np.empty((num_epochs, len(documents)), np.int32)
     sample_index = np.empty((num_epochs, count + 1, 2), _integers(document_index.size))
     shuffle_index = np.empty((num_epochs, count), _integers(num_epochs * (count + 1)))
     for epoch in range(num_epochs):
-        generator = _generator(seed, epoch)
+        # RandomState: its numbers do not change with releases of numpy, and a bare seed gives the
+        # first epoch megatron-core's numbers.
+        generator = np.random.RandomState([seed, epoch] if epoch else seed)
         document_index[epoch] = documents
         generator.shuffle(document_index[epoch])
         sample_index[epoch] = helpers.build_sample_idx(
@@ -79,24 +86,19 @@ def sample_indices(
     )
 
 
-def _generator(seed: int, epoch: int) -> np.random.RandomState:
-    """Numbers that no release of numpy changes; the first epoch's are megatron-core's."""
-    return np.random.RandomState([seed, epoch] if epoch else seed)
-
-
 def _integers(count: int) -> type[np.integer]:
-    """The smallest integers that number so many."""
+    """The smaller of int32 and int64 that can count to ``count``."""
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
 def describe_samples(data: DataConfig, *, seq_length: int, seed: int) -> Samples:
-    """The training samples of a run, to be compared with those of another.
+    """Describe the training samples of a run, for comparison with another run.
 
-    Token files are known by their documents, not by their paths, so they may be moved.
+    Token files are identified by their documents, not by their paths, so they may be moved.
 
     Raises:
         FileNotFoundError: token files are missing.
-        ValueError: they are damaged, or ``--data-path`` or ``--split`` cannot be.
+        ValueError: they are damaged, or ``--data-path`` or ``--split`` is invalid.
     """
     order: dict[str, Any] = {"--seed": seed, "--seq-length": seq_length}
     if data.mock_data:
@@ -105,6 +107,7 @@ def describe_samples(data: DataConfig, *, seq_length: int, seed: int) -> Samples
         check_split(data.split)
         shares = [float(share) for share in data.split.split(",")]
         order["--data-path"] = _describe_files(data.data_path)
+        # Only the training share: another validation share does not move training samples.
         order["--split"] = f"{shares[0] / sum(shares):.6g} of the documents"
     content = {
         "--tokenizer-type": data.tokenizer_type,

@@ -1,4 +1,4 @@
-"""Turns documents into token ids on several processes, in the order of the documents."""
+"""Encodes documents as token ids in several processes, in the order of the documents."""
 
 import logging
 import multiprocessing
@@ -22,26 +22,27 @@ _BATCH_CHARACTERS = 1 << 18
 _CHARACTERS_TO_WAIT_FOR = 16 * PART_CHARACTERS
 
 Advance = Callable[[int], None]
-"""Takes the bytes of the files that were tokenized since the last call."""
+"""Called with the bytes of the input that were tokenized since the last call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedDocument:
-    """The token ids of a document by JSON key, empty where there is no text, or its problem."""
+    """The token ids of a document by JSON key, empty for empty texts, or its problem."""
 
     place: Place
     ids: dict[str, np.ndarray]
     num_bytes: int
-    """Bytes it takes in its file, less those that were told while it was encoded."""
+    """Bytes of its file that were not yet reported while it was encoded."""
     problem: str | None = None
     replaced: str | None = None
 
 
 class Encoder:
-    """Text to token ids, checked and in the dtype they are stored in.
+    """Encodes text as token ids, checked and in the dtype of the token files.
 
-    ``bos`` begins and ``eod`` ends every document that has text; None leaves them out. Unless
-    ``parse_special_tokens``, a text that holds the end of document is a problem.
+    ``bos`` is prepended and, with ``append_eod``, the end of document appended to every document
+    with text. A text that contains the end of document is a problem, unless
+    ``parse_special_tokens``.
     """
 
     def __init__(
@@ -65,19 +66,25 @@ class Encoder:
     def __call__(
         self, document: Document, advance: Advance = lambda num_bytes: None
     ) -> EncodedDocument:
-        """Encode all texts; ``advance`` is called between the parts of long ones."""
+        """Encode all texts of a document; ``advance`` is called between the parts of long ones."""
         ids, problem, done = {}, document.problem, 0
         num_characters = sum(map(len, document.texts.values()))
         try:
             for key, text in document.texts.items():
                 ids[key] = []
-                for behind, part in self._encode(text):
+                for num_encoded, part in self._encode(text):
                     ids[key].append(self._checked(part))
-                    if behind < len(text):
-                        now = document.num_bytes * behind // num_characters
+                    if num_encoded < len(text):
+                        # An estimate, by characters: the document may have several texts.
+                        now = document.num_bytes * num_encoded // num_characters
                         advance(max(0, now - done))
                         done = max(now, done)
-            ids = {key: self._joined(parts) for key, parts in ids.items()}
+            ids = {
+                key: np.concatenate([self._before, *parts, self._after]).astype(self.dtype)
+                if any(map(len, parts))
+                else np.empty(0, dtype=self.dtype)
+                for key, parts in ids.items()
+            }
         except ValueError as error:
             ids, problem = {}, str(error)
         return EncodedDocument(
@@ -89,7 +96,7 @@ class Encoder:
         )
 
     def waits_for(self, document: Document) -> bool:
-        """Whether the document is long and its tokens come all at once."""
+        """Whether the document is so long that encoding it in one call needs a warning."""
         longest = max(map(len, document.texts.values()), default=0)
         return not self._parts and longest > _CHARACTERS_TO_WAIT_FOR
 
@@ -99,21 +106,16 @@ class Encoder:
         return [(len(text), self._tokenizer.tokenize(text))] if text else []
 
     def _checked(self, part: list[int]) -> np.ndarray:
-        ids = np.array(part, dtype=np.int64)
+        ids = np.array(part, dtype=np.int64)  # a narrower dtype would wrap invalid ids
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]
         if len(outside):
             raise ValueError(f"token {outside[0]} is outside the vocabulary of {self._vocab_size}")
         if not self._parse_special_tokens and (ids == self._eod).any():
             raise ValueError(
                 f"its text gives the end-of-document token {self._eod}, a boundary where no "
-                "document ends; --parse-special-tokens takes it as one"
+                "document ends; --parse-special-tokens accepts it as one"
             )
         return ids.astype(self.dtype)
-
-    def _joined(self, parts: list[np.ndarray]) -> np.ndarray:
-        if not any(map(len, parts)):
-            return np.empty(0, dtype=self.dtype)
-        return np.concatenate([self._before, *parts, self._after]).astype(self.dtype)
 
 
 def encode_in_order(
@@ -123,22 +125,23 @@ def encode_in_order(
     num_workers: int,
     advance: Advance = lambda num_bytes: None,
 ) -> Iterator[EncodedDocument]:
-    """Encode on ``num_workers`` processes; each holds one batch, so memory stays bounded.
+    """Encode in ``num_workers`` processes, each with one batch at a time: memory is bounded.
 
     Raises:
-        ValueError: what reading a document raised.
+        ValueError: from reading a document.
         RuntimeError: if a process died.
     """
     workers = [_Worker(encode) for _ in range(num_workers)]
     busy: deque[_Worker] = deque()
     try:
+        # Round robin, so that results come back in order; a long batch holds up the others.
         for worker, batch in zip(cycle(workers), _batches(documents), strict=False):
             if len(busy) == num_workers:
                 yield from busy.popleft().receive(advance)
             for document in filter(encode.waits_for, batch):
                 logger.warning(
-                    "%s: %d bytes are tokenized in one call, for this tokenizer may give other ids "
-                    "if a text is cut; no progress is shown until it returns",
+                    "%s: %d bytes are tokenized in one call, since this tokenizer may give other "
+                    "ids for a text in parts; no progress is shown until it returns",
                     *(document.place, document.num_bytes),
                 )
             worker.send(batch)
@@ -151,17 +154,17 @@ def encode_in_order(
 
 
 class _Worker:
-    """A process that answers every batch of documents with counts of bytes, then with its ids."""
+    """A process that answers each batch of documents with counts of bytes, then with their ids."""
 
     def __init__(self, encode: Encoder):
-        # A fork has the tokenizer already: nothing to load, nothing to pickle.
+        # A forked process has the tokenizer already: nothing to load or pickle.
         context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, workers_end = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, self._pipe, encode), daemon=True
+            target=_serve, args=(workers_end, self._pipe, encode), daemon=True
         )
         self._process.start()
-        theirs.close()
+        workers_end.close()  # or recv() would not raise EOFError when the process dies
 
     def send(self, batch: list[Document]) -> None:
         self._pipe.send(batch)

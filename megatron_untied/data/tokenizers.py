@@ -1,4 +1,4 @@
-"""Builds the tokenizer that ``--tokenizer-type`` and ``--tokenizer-model`` name."""
+"""Builds the tokenizer of ``--tokenizer-type`` and ``--tokenizer-model``, and identifies it."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ _LIBRARIES = {
     "HuggingFaceTokenizer": "huggingface",
     "NullTokenizer": "null",
 }
-# What pre-tokenizers and normalizers differ in. Its ids are part of tokenizer_hash, which existing
-# token files name: a change here refuses all of them.
+# Text that pre-tokenizers and normalizers treat differently. Its ids are part of tokenizer_hash,
+# which token files store: with another text here all existing files would be refused.
 _VARIED_TEXT = "\n".join(
     (
         "The year 2023 had 31536000 seconds; 3.14159 and 1,234,567.89 are not 0x1F or 10e-7.",
@@ -46,14 +46,14 @@ def build_tokenizer(
 ) -> MegatronTokenizerBase:
     """A tokenizer with ``vocab_size``, ``eod``, ``tokenize(text)`` and ``detokenize(ids)``.
 
-    NullTokenizer reads numbers below ``vocab_size`` separated by one space; its end of document is
-    one token more, so that its own vocab_size is one larger. No tokenizer adds a token of its
-    own to the text. Of a Hugging Face folder ``tokenizer.json`` decides, also where the class that
-    its configuration names would give other ids; one line is logged then, unless ``quiet``.
+    NullTokenizer reads numbers below ``vocab_size`` separated by one space. Its end of document is
+    one more token, so its own vocab_size is one larger. No tokenizer adds tokens to the text. In a
+    Hugging Face folder ``tokenizer.json`` takes precedence over the class that its configuration
+    names; if their ids differ one line is logged, unless ``quiet``.
 
-    The text of a special token, such as ``</s>``, is encoded as any text; Hugging Face tokenizers
-    make it the token with ``parse_special_tokens``. User-defined symbols of SentencePiece are
-    pieces of text, its control symbols never come from text.
+    The text of a special token, such as ``</s>``, is encoded as any other text. With
+    ``parse_special_tokens`` Hugging Face tokenizers encode it as the token. User-defined symbols of
+    SentencePiece are pieces of text; its control symbols never result from text.
 
     Raises:
         ValueError: for an unknown type, a model that cannot be read, a tokenizer without an
@@ -91,10 +91,10 @@ def build_tokenizer(
 
 
 def tokenizer_hash(tokenizer: MegatronTokenizerBase) -> str:
-    """Changes when the tokenizer gives other ids, and not with the files that it is stored in.
+    """A digest of the ids that the tokenizer gives, independent of the files that it is stored in.
 
-    Covers every token of the vocabulary with its id, the end of document, and a text that is
-    difficult to encode: two vocabularies may be equal and their merges differ.
+    Covers every token with its id, the end of document, and the ids of a difficult text: tokenizers
+    with the same vocabulary may have other merges.
     """
     if tokenizer.library == "null":
         content = [tokenizer.vocab_size]
@@ -106,7 +106,7 @@ def tokenizer_hash(tokenizer: MegatronTokenizerBase) -> str:
 
 
 def begin_of_text(tokenizer: MegatronTokenizerBase) -> int | None:
-    """The id of the token that begins a text; None where the tokenizer has none."""
+    """The id of the beginning-of-text token; None if the tokenizer has none."""
     if tokenizer.library == "null":
         return None
     bos = tokenizer.bos
@@ -131,38 +131,38 @@ def _build_null(vocab_size: int | None) -> MegatronTokenizerBase:
 
 
 def _load(tokenizer_type: TokenizerType, model: str) -> MegatronTokenizerBase:
-    wants_folder = tokenizer_type == "HuggingFaceTokenizer"
-    wanted = "folder with tokenizer.json" if wants_folder else ".model file"
+    needs_folder = tokenizer_type == "HuggingFaceTokenizer"
+    needed = "folder with tokenizer.json" if needs_folder else ".model file"
     if not Path(model).exists():
         raise FileNotFoundError(
             f"--tokenizer-model {model}: no such file or folder; --tokenizer-type {tokenizer_type} "
-            f"needs a local {wanted}. Names on a hub are not looked up: download the tokenizer "
+            f"needs a local {needed}. Names on a hub are not looked up: download the tokenizer "
             "first (hf download NAME --local-dir FOLDER) and give its path"
         )
-    if Path(model).is_dir() != wants_folder:
+    if Path(model).is_dir() != needs_folder:
         raise ValueError(
-            f"--tokenizer-model {model} is a {'file' if wants_folder else 'folder'}; "
-            f"--tokenizer-type {tokenizer_type} needs a {wanted}"
+            f"--tokenizer-model {model} is a {'file' if needs_folder else 'folder'}; "
+            f"--tokenizer-type {tokenizer_type} needs a {needed}"
         )
-    for file in Path(model).iterdir() if wants_folder else [Path(model)]:
-        if "token" in file.name or not wants_folder:
+    for file in Path(model).iterdir() if needs_folder else [Path(model)]:
+        if "token" in file.name or not needs_folder:
             require_content(file)
     try:
         return MegatronTokenizer.from_pretrained(
             model, metadata_path={"library": _LIBRARIES[tokenizer_type]}
         )
     except (OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0]  # these libraries append pages of advice
         raise ValueError(
             f"--tokenizer-model {model} cannot be read as a {tokenizer_type}: {reason}"
         ) from error
 
 
 def _follow_tokenizer_file(tokenizer: MegatronTokenizerBase, folder: Path, *, quiet: bool) -> None:
-    """Make ``tokenizer`` encode as ``tokenizer.json`` in ``folder`` does, if there is one.
+    """Make ``tokenizer`` encode as ``tokenizer.json`` in ``folder``, if there is one.
 
-    transformers 5 builds normalizer and pre-tokenizer of some classes anew and takes no more than
-    the vocabulary from the file. Special tokens stay what configuration and class make them.
+    For some classes transformers 5 rebuilds normalizer and pre-tokenizer and takes only the
+    vocabulary from the file. Special tokens remain those of the configuration and class.
     """
     file = folder / TOKENIZER_FILE
     if not file.is_file():
@@ -193,7 +193,7 @@ def _follow_tokenizer_file(tokenizer: MegatronTokenizerBase, folder: Path, *, qu
         if isinstance(token, str) and token in vocabulary
     }
     library.tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **special_tokens)
-    library.add_special_tokens({})  # takes the names of the special tokens over
+    library.add_special_tokens({})  # updates its names of the special tokens
     if library.tokenizer.encode(_VARIED_TEXT, add_special_tokens=False) != expected:
         raise ValueError(
             f"--tokenizer-model {folder}: tokenizer_config.json changes the ids of "

@@ -1,7 +1,8 @@
-"""Hugging Face folders in and out: ``config.json``, safetensors files and the tokenizer's files.
+"""Converts between Hugging Face folders and checkpoints.
 
-Nothing of the transformers library is used: a folder is JSON and tensors. Both directions hold one
-block of a tensor at a time, whatever the size of the model.
+A folder has ``config.json``, safetensors files and the tokenizer's files. The transformers library
+is not needed for them. Both directions hold one block of a tensor in memory at a time, whatever the
+size of the model.
 """
 
 from megatron_untied.hf.exporting import Export

@@ -1,7 +1,7 @@
-"""The architecture as ``config.json`` says it.
+"""Converts the architecture between ``config.json`` and ModelConfig.
 
-A field either has a place in ModelConfig, may have one value only, is known to say nothing about
-the function that the model computes, or is an error.
+A field either has a counterpart in ModelConfig, must have one particular value, or is known not to
+affect the function that the model computes. Any other field is an error.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ FAMILIES = {
 }
 """``model_type`` and architecture: Llama 2 and 3.x, Mistral, Qwen2 and Qwen2.5, dense Qwen3."""
 
-HARMLESS = frozenset(
+IGNORED_FIELDS = frozenset(
     "_attn_implementation _attn_implementation_autoset _name_or_path architectures bad_words_ids "
     "begin_suppress_tokens bos_token_id chunk_size_feed_forward decoder_start_token_id "
     "diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id "
@@ -35,16 +35,16 @@ HARMLESS = frozenset(
     "tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p "
     "unsloth_fixed unsloth_version use_bfloat16 use_cache".split()
 )
-"""What generation, training scripts and the transformers library's own bookkeeping leave there."""
+"""Fields of generation, of training scripts and of the transformers library's own bookkeeping."""
 
-ONLY = {
+REQUIRED_VALUES = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
     "add_cross_attention": False,
     "tie_encoder_decoder": False,
     "rope_interleaved": False,
 }
-"""Fields that would change the function, with the only value that there is a model for."""
+"""Fields that would change the function, with the only value that is supported."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 HF_NAMES = {
@@ -58,9 +58,9 @@ HF_NAMES = {
     "rotary_base": "rope_theta",
     "rotary_percent": "partial_rotary_factor",
 }
-"""What ``config.json`` calls a field of ModelConfig, where the names differ."""
+"""Names in ``config.json`` of fields of ModelConfig, where they differ."""
 KEPT_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields for generation that an exported config.json takes over from the imported one."""
+"""Fields for generation that an exported config.json copies from the imported one."""
 
 
 def model_config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
@@ -71,14 +71,13 @@ def model_config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
         source: its path, for messages.
 
     Raises:
-        ValueError: an architecture that does not exist here, or fields that cannot be honored, by
-            name.
+        ValueError: an unsupported architecture, or fields that cannot be honored, by name.
     """
     family = _family(values, source)
     fields = Fields(values, source)
-    fields.drop(HARMLESS)
-    for name, only in ONLY.items():
-        fields.demand(name, only)
+    fields.drop(IGNORED_FIELDS)
+    for name, value in REQUIRED_VALUES.items():
+        fields.demand(name, value)
     heads = fields.take("num_attention_heads", kind=int)
     hidden_size = fields.take("hidden_size", kind=int)
     max_positions = fields.take("max_position_embeddings", kind=int)
@@ -88,6 +87,7 @@ def model_config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
         hidden_size=hidden_size,
         ffn_hidden_size=fields.take("intermediate_size", kind=int),
         num_attention_heads=heads,
+        # Llama's own default; the other families have defaults of one model size, so no guess.
         num_query_groups=fields.take(
             "num_key_value_heads", heads if family == "llama" else REQUIRED, int
         ),
@@ -106,7 +106,9 @@ def model_config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
     if family == "qwen3":
         fields.demand("attention_bias", False)
     fields.end()
-    _check(model, source)
+    found = list(model_problems(model, lambda field: HF_NAMES.get(field, field)))
+    if found:
+        raise ValueError(f"{source}: " + "; ".join(found))
     return model
 
 
@@ -118,8 +120,8 @@ def model_config_to_hf(
     Args:
         model: the architecture.
         dtype: of the weights.
-        like: the ``config.json`` that the weights once came from, or nothing. Its family is taken
-            if it can express ``model``, and its special tokens.
+        like: the ``config.json`` that the weights were imported with, or empty. Its family is used
+            if it can express ``model``, and its special tokens are copied.
 
     Raises:
         ValueError: no family can express ``model``.
@@ -128,6 +130,7 @@ def model_config_to_hf(
     if not able:
         raise ValueError(_inexpressible(model))
     family = like["model_type"] if like.get("model_type") in able else able[0]
+    # Every field, also those with a default: defaults differ between versions of transformers.
     values = {
         "architectures": [FAMILIES[family]],
         "model_type": family,
@@ -152,6 +155,7 @@ def model_config_to_hf(
 
 
 def _family(values: Mapping[str, Any], source: str) -> str:
+    """The ``model_type``, checked. First of all: it gives the clearest reason for a refusal."""
     for name in ("quantization_config", "compression_config"):
         if quantization := values.get(name):
             method = quantization.get("quant_method", "unknown method")
@@ -194,14 +198,14 @@ def _llama_bias(fields: Fields) -> bool:
     attention, mlp = fields.take("attention_bias", False), fields.take("mlp_bias", False)
     if attention != mlp:
         raise ValueError(
-            f"{fields.source}: attention_bias is {attention} and mlp_bias {mlp}; linear layers "
-            "here have a bias all or none"
+            f"{fields.source}: attention_bias is {attention} and mlp_bias {mlp}; all linear layers "
+            "or none can have a bias"
         )
     return attention
 
 
 def _window(fields: Fields, family: str, num_layers: int) -> int | None:
-    """Keys that a query sees; every layer must see as many."""
+    """The attention window in tokens, the same for every layer; None is unlimited."""
     if family == "llama":
         return None
     if family == "mistral":
@@ -229,20 +233,15 @@ def _window(fields: Fields, family: str, num_layers: int) -> int | None:
     return window
 
 
-def _check(model: ModelConfig, source: str) -> None:
-    found = list(model_problems(model, lambda field: HF_NAMES.get(field, field)))
-    if found:
-        raise ValueError(f"{source}: " + "; ".join(found))
-
-
 def _can_express(family: str, model: ModelConfig) -> bool:
     if model.normalization != "RMSNorm" or not model.swiglu or model.rotary.percent != 1.0:
         return False
     biases = model.add_bias_linear, model.add_qkv_bias
     if family == "llama":
-        # Its own configuration class insists on the multiple, head_dim or not.
+        # LlamaConfig requires the multiple even when head_dim is given.
         fits = model.hidden_size % model.num_attention_heads == 0 and model.window_size is None
         return fits and not model.qk_layernorm and biases != (False, True)
+    # Qwen2 always has biases on q, k and v, the others never; only Qwen3 normalizes heads.
     return biases == (False, family == "qwen2") and model.qk_layernorm == (family == "qwen3")
 
 
@@ -252,7 +251,7 @@ def _own_fields(family: str, model: ModelConfig) -> dict[str, Any]:
         return {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
     if family == "mistral":
         return {"sliding_window": window}
-    layers = 0 if window else model.num_layers
+    layers = 0 if window else model.num_layers  # with full attention
     sliding = {"sliding_window": window, "use_sliding_window": window is not None}
     return sliding | {"max_window_layers": layers}
 

@@ -1,4 +1,4 @@
-"""A checkpoint becomes a Hugging Face folder."""
+"""Exports a checkpoint as a Hugging Face folder."""
 
 import json
 import shutil
@@ -32,17 +32,17 @@ from megatron_untied.sharding.parameter_layout import ParameterLayout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """A checkpoint that was checked and can be written as a Hugging Face folder."""
+    """A checked checkpoint, ready to be written as a Hugging Face folder."""
 
     checkpoint: Path
     model: ModelConfig
     layouts: Mapping[str, ParameterLayout]
-    """Where each tensor of the folder lies in our parameters."""
+    """The place of each tensor of the folder in our parameters, by its name there."""
     reader: TensorReader
     specs: Mapping[str, TensorSpec]
-    """Of the tensors of the folder."""
+    """Shapes and dtypes of the tensors of the folder."""
     small_files: Path | None
-    """Folder with the tokenizer."""
+    """Folder with the tokenizer, if known."""
     config: dict[str, object]
     """The folder's ``config.json``."""
 
@@ -55,28 +55,31 @@ class Export:
         Args:
             load: folder of checkpoints.
             iteration: which of them; None is the latest.
-            dtype: of the folder; None is the dtype that the weights came in from a Hugging Face
-                folder before they were trained, or else the checkpoint's.
+            dtype: of the folder; None is the dtype of the Hugging Face weights that training
+                started from, or else the checkpoint's.
 
         Raises:
-            ValueError: there is no whole checkpoint, or no Hugging Face architecture like it.
+            ValueError: there is no complete checkpoint, or no Hugging Face family can express it.
         """
         checkpoint = find_checkpoint(load, iteration)
         if checkpoint is None:
             raise ValueError(f"--load {load} has no checkpoint; check the path")
         model = model_config_of(checkpoint)
         layouts = hf_layouts(model)
-        expected = {f"model.{one.name}": one.global_shape for one in layouts.values()}
+        expected = {f"model.{layout.name}": layout.global_shape for layout in layouts.values()}
         small_files = tokenizer_folder(load, checkpoint)
         like = read_config(small_files) if small_files and (small_files / CONFIG).exists() else {}
         TensorFiles.open(checkpoint).require(expected, allow_more="optimizer.")
         reader = TensorReader(checkpoint)
-        dtype = dtype or _dtype_before_training(checkpoint)
+        source = read_provenance(checkpoint).source_dtype
+        if dtype is None and source and StoredState.read(checkpoint).optimizer_step is not None:
+            # Trained since the import: the checkpoint is fp32, twice the size of what came in.
+            dtype = getattr(torch, source)
         specs = {
-            name: TensorSpec(one.local_shape, dtype or reader.dtype(f"model.{one.name}"))
-            for name, one in layouts.items()
+            name: TensorSpec(layout.local_shape, dtype or reader.dtype(f"model.{layout.name}"))
+            for name, layout in layouts.items()
         }
-        (usual, _), *_ = Counter(spec.dtype for spec in specs.values()).most_common(1)
+        (most_common, _), *_ = Counter(spec.dtype for spec in specs.values()).most_common(1)
         return cls(
             checkpoint=checkpoint,
             model=model,
@@ -84,16 +87,16 @@ class Export:
             reader=reader,
             specs=specs,
             small_files=small_files,
-            config=model_config_to_hf(model, usual, like),
+            config=model_config_to_hf(model, most_common, like),
         )
 
     @property
     def num_bytes(self) -> int:
-        """What :meth:`write` will write."""
+        """Bytes of the weights that :meth:`write` will write."""
         return sum(spec.nbytes for spec in self.specs.values())
 
     def write(self, out: Path, advance: Advance, *, max_shard_bytes: int) -> list[str]:
-        """Write the folder, one block of a tensor after the other.
+        """Write the folder, one block of a tensor at a time.
 
         Args:
             out: must not exist, or be empty.
@@ -108,6 +111,7 @@ class Export:
         """
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"--hf-path {out} exists and is not empty; give another")
+        # Renamed when complete: an interrupted export leaves nothing under the final name.
         staging = out.with_name(f"{out.name}.incomplete")
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -127,14 +131,9 @@ class Export:
     def _read(self, name: str, advance: Advance) -> Iterator[Tensor]:
         layout, dtype = self.layouts[name], self.specs[name].dtype
         for tensor_slice in row_blocks(layout.whole):
-            block = torch.empty(tensor_slice.sizes, dtype=dtype)
+            block = torch.empty(tensor_slice.sizes, dtype=dtype)  # [rows of the block, ...]
+            # Views of the block: reading fills it, rounding to its dtype.
             slices = layout.global_slices(block, [tensor_slice])
             self.reader.read({f"model.{layout.name}": GlobalTensor(layout.global_shape, slices)})
             yield finite(block, dtype, name)
             advance(block.nbytes)
-
-
-def _dtype_before_training(checkpoint: Path) -> torch.dtype | None:
-    """What the weights came in as, if they have been trained since: training saves fp32."""
-    source, trained = read_provenance(checkpoint).source_dtype, StoredState.read(checkpoint)
-    return getattr(torch, source) if source and trained.optimizer_step is not None else None

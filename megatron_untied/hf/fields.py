@@ -1,4 +1,4 @@
-"""JSON fields of which every single one must be understood."""
+"""Access to the fields of a JSON object that makes an unread field an error."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +9,10 @@ REQUIRED = object()
 
 
 class Fields:
-    """The fields of a JSON object; what nobody takes is an error, for it may change the model.
+    """The fields of a JSON object, each to be taken once.
 
-    A field that is null counts as one that is not there.
+    A field that is left over may change the model, so :meth:`end` refuses it. A null field counts
+    as missing.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str):
@@ -48,28 +49,28 @@ class Fields:
         """
         return self.take(name, None if name in self._names else REQUIRED, kind)
 
-    def demand(self, name: str, only: Any) -> None:
-        """Take a field that may have one value only.
+    def demand(self, name: str, supported: Any) -> None:
+        """Remove a field that must be missing or have the value ``supported``.
 
         Raises:
-            ValueError: it has another.
+            ValueError: it has another value.
         """
-        value = self.take(name, only)
-        if value != only:
+        value = self.take(name, supported)
+        if value != supported:
             raise ValueError(
-                f"{self.source}: {name} is {value!r}, and models here have {only!r} only"
+                f"{self.source}: {name} is {value!r}, and only {supported!r} is supported"
             )
 
     def drop(self, names: frozenset[str]) -> None:
-        """Take fields that say nothing about the model."""
+        """Remove fields that do not affect the model."""
         for name in names:
             self._left.pop(name, None)
 
     def end(self) -> None:
-        """Check that everything was understood.
+        """Check that no field is left.
 
         Raises:
-            ValueError: with the names and values of what was not.
+            ValueError: with the names and values of those that are.
         """
         if self._left:
             listed = ", ".join(f"{name} = {self._left[name]!r}" for name in sorted(self._left))

@@ -1,4 +1,4 @@
-"""A Hugging Face folder becomes a checkpoint."""
+"""Imports a Hugging Face folder as a checkpoint of iteration 0."""
 
 import functools
 import shutil
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron_untied.checkpoint import Progress, Provenance
 from megatron_untied.checkpoint import directory as disk
@@ -25,34 +26,39 @@ from megatron_untied.sharding.parameter_layout import ParameterLayout
 from megatron_untied.sharding.tensor_slice import TensorSlice
 
 Advance = Callable[[int], None]
-"""Told about every so many bytes that are done."""
+"""Called with the bytes that were processed since the last call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Import:
-    """A folder that was checked and can be written as a checkpoint of iteration 0."""
+    """A checked folder, ready to be written as a checkpoint."""
 
     folder: Path
     model: ModelConfig
     tensors: SafetensorsFolder
     layouts: Mapping[str, ParameterLayout]
-    """Where each tensor of the folder lies in our parameters."""
+    """The place of each tensor of the folder in our parameters, by its name there."""
     dtype: torch.dtype | None
-    """Of the checkpoint; None keeps each tensor's."""
+    """Dtype of the checkpoint; None keeps each tensor's own."""
 
     @classmethod
     def open(cls, folder: Path, dtype: torch.dtype | None = None) -> "Import":
         """Read everything but the weights.
 
         Raises:
-            ValueError: the folder is incomplete, of an architecture that does not exist here, or
-                its tensors are not those of its architecture.
+            ValueError: the folder is incomplete, its architecture is not supported, or its tensors
+                are not those of its architecture.
         """
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder; download the model and give its folder")
         model = model_config_from_hf(read_config(folder), str(folder / CONFIG))
         tensors, layouts = SafetensorsFolder(folder), hf_layouts(model)
-        found = {name: spec.shape for name, spec in tensors.specs.items() if not _derived(name)}
+        found = {
+            name: spec.shape
+            for name, spec in tensors.specs.items()
+            # Old Llama files hold the rotary frequencies, which follow from config.json.
+            if not name.endswith(".rotary_emb.inv_freq")
+        }
         if OUTPUT in found and OUTPUT not in layouts:
             _require_tied(tensors, folder)
             del found[OUTPUT]
@@ -63,11 +69,11 @@ class Import:
 
     @property
     def num_bytes(self) -> int:
-        """What :meth:`write` will write."""
+        """Bytes of the weights that :meth:`write` will write."""
         return sum(self._spec(name).nbytes for name in self.layouts)
 
     def write(self, save: Path, advance: Advance) -> list[str]:
-        """Write the checkpoint, one block of a tensor after the other.
+        """Write the checkpoint, one block of a tensor at a time.
 
         Args:
             save: must not hold checkpoints yet.
@@ -81,17 +87,19 @@ class Import:
         """
         if disk.checkpoint_names(save):
             raise ValueError(f"{save} holds checkpoints already; give another --save")
-        provenance = Provenance(run_id=uuid.uuid4().hex, source_dtype=self._usual_dtype())
+        dtypes = Counter(self._spec(name).dtype for name in self.layouts)
+        source_dtype = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
+        provenance = Provenance(run_id=uuid.uuid4().hex, source_dtype=source_dtype)
         own = save, 0, provenance.run_id
         staging = disk.staging_folder(*own)
         disk.start(*own)
         state = StoredState(progress=Progress(), ranks=None, optimizer_step=None, scheduler=None)
         try:
-            write_tensors(staging, self._tensors(advance))
+            write_tensors(staging, self._tensors(advance))  # reads each block when it is written
             state.write(staging)
             write_run_config(staging, self.model, None, provenance)
             copied = copy_small_files(self.folder, save / FOLDER, config=True)
-            disk.publish(*own)
+            disk.publish(*own)  # last: from here on the checkpoint exists
         except BaseException:  # no later import has this id, so none would delete the folder
             shutil.rmtree(staging, ignore_errors=True)
             raise
@@ -107,35 +115,34 @@ class Import:
                     inside = tensor_slice.shifted([-offset for offset in mapping.local.offsets])
                     place = inside.shifted(mapping.global_offsets)
                     dtype = self._spec(name).dtype
-                    unread.add(place, dtype, functools.partial(self._rows, name, tensor_slice))
+                    # Blocks are whole rows of the file's tensor, in one piece there.
+                    read = functools.partial(self._rows, name, tensor_slice)
+                    unread.add(place, dtype, read)
         return tensors
 
     def _rows(self, name: str, tensor_slice: TensorSlice) -> Tensor:
-        return finite(self.tensors.rows(name, *_range(tensor_slice)), self._spec(name).dtype, name)
+        rows = self.tensors.rows(name, *_row_range(tensor_slice))
+        return finite(rows, self._spec(name).dtype, name)
 
     def _spec(self, name: str) -> TensorSpec:
         stored = self.tensors.specs[name]
         return TensorSpec(stored.shape, self.dtype or stored.dtype)
 
-    def _usual_dtype(self) -> str:
-        """Of most tensors of the checkpoint, by its name in torch and in ``config.json``."""
-        dtypes = Counter(self._spec(name).dtype for name in self.layouts)
-        return str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
-
     def _require_one_dtype_each(self) -> None:
+        """Refuse tensors of different dtypes that become one parameter, such as q, k and v."""
         first: dict[str, str] = {}
         for name, layout in self.layouts.items():
             other = first.setdefault(layout.name, name)
-            one, two = self._spec(other).dtype, self._spec(name).dtype
-            if one != two:
+            other_dtype, dtype = self._spec(other).dtype, self._spec(name).dtype
+            if other_dtype != dtype:
                 raise ValueError(
-                    f"{self.folder}: {other} is {one} and {name} {two}, but they become one "
-                    "tensor; give --dtype"
+                    f"{self.folder}: {other} is {other_dtype} and {name} {dtype}, but they become "
+                    "one tensor; give --dtype"
                 )
 
 
 class LazyTensor(GlobalTensor):
-    """A tensor of a checkpoint whose slices are read when it is their turn to be written."""
+    """A tensor of a checkpoint whose slices are read only when they are written."""
 
     def __init__(self, shape: tuple[int, ...], advance: Advance):
         super().__init__(shape, [])
@@ -145,27 +152,26 @@ class LazyTensor(GlobalTensor):
     def add(
         self, tensor_slice: TensorSlice, dtype: torch.dtype, read: Callable[[], Tensor]
     ) -> None:
-        """One more part: ``tensor_slice`` of the tensor is what ``read`` will return."""
+        """Add a slice; ``read`` returns its elements in ``dtype``."""
         offsets = torch.Size(tensor_slice.offsets)
+        # DCP plans by shape and dtype: a tensor without memory will do.
         self.slices[offsets] = torch.empty(tensor_slice.sizes, dtype=dtype, device="meta")
         self._reads[offsets] = read
 
+    @override
     def to_write(self, offsets: torch.Size) -> Tensor:
-        """Read the part at ``offsets``."""
         part = self._reads[offsets]()
         self._advance(part.nbytes)
         return part
 
 
-def _derived(name: str) -> bool:
-    """Old Llama files hold the rotary frequencies, which follow from config.json."""
-    return name.endswith(".rotary_emb.inv_freq")
-
-
 def _require_tied(tensors: SafetensorsFolder, folder: Path) -> None:
+    """Refuse an output matrix that differs from the embedding which config.json ties it to."""
     embedding, output = tensors.specs.get(EMBEDDING), tensors.specs[OUTPUT]
     same = embedding == output and all(
-        torch.equal(*(tensors.rows(name, *_range(tensor_slice)) for name in (EMBEDDING, OUTPUT)))
+        torch.equal(
+            *(tensors.rows(name, *_row_range(tensor_slice)) for name in (EMBEDDING, OUTPUT))
+        )
         for tensor_slice in row_blocks(TensorSlice((0,) * len(output.shape), output.shape))
     )
     if not same:
@@ -175,5 +181,5 @@ def _require_tied(tensors: SafetensorsFolder, folder: Path) -> None:
         )
 
 
-def _range(tensor_slice: TensorSlice) -> tuple[int, int]:
+def _row_range(tensor_slice: TensorSlice) -> tuple[int, int]:
     return tensor_slice.offsets[0], tensor_slice.offsets[0] + tensor_slice.sizes[0]

@@ -1,36 +1,39 @@
-"""Which rows of our parameters the tensors of a Hugging Face folder are: the one table of names.
+"""The table of names: the rows of our parameters that each tensor of a Hugging Face folder holds.
 
-Everything that differs is the names and the order of rows. A Hugging Face tensor is to one of our
-global parameters what a tensor-parallel rank's share is, so it has a :class:`ParameterLayout` too.
+Only names and the order of rows differ. A Hugging Face tensor is a part of one of our global
+parameters, as a tensor-parallel rank's parameter is, so it has a :class:`ParameterLayout` too.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_untied.config import ModelConfig
+from megatron_untied.config.problems import first_few
 from megatron_untied.sharding.parameter_layout import ParameterLayout, SliceMapping
 from megatron_untied.sharding.tensor_slice import TensorSlice
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
-SHOWN = 20
+MAX_LISTED = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorMapping:
-    """The rows of one of our parameters that a Hugging Face tensor consists of."""
+    """A Hugging Face tensor as rows of one of our parameters."""
 
     theirs: str
+    """Name of the Hugging Face tensor."""
     ours: str
+    """Name of our parameter."""
     num_rows: int
-    """Of our parameter."""
+    """Rows of our parameter."""
     runs: tuple[range, ...]
-    """Rows of our parameter, in the order in which the Hugging Face tensor has them."""
+    """Rows of our parameter, in the order of the Hugging Face tensor."""
     columns: int | None
-    """None is a vector, whose rows are its elements."""
+    """Columns of both; None for a vector, whose rows are its elements."""
 
     def layout(self) -> ParameterLayout:
-        """The same as slices of both."""
+        """The same as slices of both tensors; the Hugging Face tensor is the local one."""
         rest = () if self.columns is None else (self.columns,)
         zeros, mappings, start = (0,) * len(rest), [], 0
         for run in self.runs:
@@ -42,17 +45,16 @@ class TensorMapping:
             global_shape=(self.num_rows, *rest),
             local_shape=(start, *rest),
             mappings=tuple(mappings),
-            is_copy=False,
         )
 
 
 def hf_layouts(model: ModelConfig) -> dict[str, ParameterLayout]:
-    """Where every tensor of a Hugging Face folder lies in our parameters, by its name there."""
-    return {partner.theirs: partner.layout() for partner in tensor_mappings(model)}
+    """The layout of every tensor of a Hugging Face folder, by its name there."""
+    return {mapping.theirs: mapping.layout() for mapping in tensor_mappings(model)}
 
 
 def tensor_mappings(model: ModelConfig) -> Iterator[TensorMapping]:
-    """The table: every tensor of a Hugging Face folder, and where it is in our model."""
+    """The table: every tensor of a Hugging Face folder with its place in our model."""
     m, v = model.hidden_size, model.vocab_size
     yield _whole(EMBEDDING, "embedding.word_embeddings.weight", v, m)
     for number in range(model.num_layers):
@@ -68,10 +70,10 @@ def tensor_mappings(model: ModelConfig) -> Iterator[TensorMapping]:
 
 
 def qkv_rows(model: ModelConfig) -> tuple[tuple[range, ...], ...]:
-    """Rows of megatron-core's linear_qkv that are q, k and v: by group its q heads, k, v."""
+    """Rows of megatron-core's linear_qkv that are q, k and v: per group its q heads, k, v."""
     d, g = model.kv_channels, model.num_query_groups
     queries = model.num_attention_heads // g * d
-    starts = range(0, g * (queries + 2 * d), queries + 2 * d)
+    starts = range(0, g * (queries + 2 * d), queries + 2 * d)  # of the groups
     return (
         tuple(range(start, start + queries) for start in starts),
         tuple(range(start + queries, start + queries + d) for start in starts),
@@ -95,6 +97,7 @@ def _attention(model: ModelConfig, theirs: str, ours: str) -> Iterator[TensorMap
 
 def _mlp(model: ModelConfig, theirs: str, ours: str) -> Iterator[TensorMapping]:
     m, f, bias = model.hidden_size, model.ffn_hidden_size, model.add_bias_linear
+    # linear_fc1 is [2f, m]: the gate projection above the up projection.
     for part, rows in (("gate", range(f)), ("up", range(f, 2 * f))):
         yield from _linear(f"{theirs}{part}_proj", f"{ours}linear_fc1", 2 * f, (rows,), m, bias)
     yield from _linear(f"{theirs}down_proj", f"{ours}linear_fc2", m, (range(m),), f, bias)
@@ -131,8 +134,8 @@ def check_tensors(
         source: the folder, for messages.
 
     Raises:
-        ValueError: with the tensors that are missing, those that the model has no place for and
-            those of another shape, with both shapes.
+        ValueError: with the tensors that are missing, those that the model does not have and those
+            of another shape, with both shapes.
     """
     missing = [name for name in layouts if name not in found]
     unknown = [name for name in found if name not in layouts]
@@ -141,12 +144,9 @@ def check_tensors(
         for name, layout in layouts.items()
         if name in found and found[name] != layout.local_shape
     ]
-    problems = {"missing": missing, "without a partner": unknown, "of another shape": shapes}
-    listed = [f"{what}: {_some(names)}" for what, names in problems.items() if names]
+    problems = {"missing": missing, "not in the model": unknown, "of another shape": shapes}
+    listed = [
+        f"{kind}: {first_few(names, MAX_LISTED)}" for kind, names in problems.items() if names
+    ]
     if listed:
         raise ValueError(f"{source} does not fit its config.json; {'; '.join(listed)}")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

@@ -1,7 +1,7 @@
-"""Rotary position embedding in ``config.json``, as transformers 4 and transformers 5 write it.
+"""Converts the rotary fields of ``config.json``, in the formats of transformers 4 and 5.
 
-Version 4 has ``rope_theta`` and, where positions are scaled, ``rope_scaling``; version 5 has
-``rope_parameters`` with the same inside, and the base.
+Version 4 has ``rope_theta`` and, with scaled positions, ``rope_scaling``. Version 5 has
+``rope_parameters``, with the fields of both.
 """
 
 import typing
@@ -34,11 +34,10 @@ _KINDS = typing.get_type_hints(RotaryConfig)
 
 
 def rotary_from_hf(fields: Fields, max_positions: int) -> RotaryConfig:
-    """Take every rope field out of the fields of a ``config.json``.
+    """Take every rope field of a ``config.json``.
 
     Raises:
-        ValueError: a kind of scaling or a field of it that does not exist here, or two fields that
-            contradict each other.
+        ValueError: a kind or field of scaling is not supported, or two contradict each other.
     """
     base = fields.take("rope_theta", None, float)
     fields.demand("partial_rotary_factor", 1.0)
@@ -50,14 +49,12 @@ def rotary_from_hf(fields: Fields, max_positions: int) -> RotaryConfig:
     if not found:
         return RotaryConfig(base=base or RotaryConfig().base)
     if len(set(found.values())) > 1:
-        raise ValueError(
-            f"{fields.source}: rope_scaling and rope_parameters say different things; keep one"
-        )
+        raise ValueError(f"{fields.source}: rope_scaling and rope_parameters differ; keep one")
     return next(iter(found.values()))
 
 
 def rotary_to_hf(rotary: RotaryConfig) -> dict[str, Any]:
-    """The fields for ``config.json``, of both generations: whichever reads it finds its own."""
+    """The fields for ``config.json`` in both formats, so that either version reads them."""
     kind = "default" if rotary.scaling == "none" else rotary.scaling
     values = {theirs: getattr(rotary, ours) for theirs, ours in FIELDS[kind].items()}
     scaling = {"rope_type": kind} | {n: v for n, v in values.items() if v is not None}
@@ -84,6 +81,7 @@ def _rotary(fields: Fields, base: float | None, max_positions: int) -> RotaryCon
 
 
 def _kind(fields: Fields) -> str:
+    # Older versions of transformers call the field type.
     legacy = fields.take("type", None)
     kind = fields.take("rope_type", legacy or "default")
     if legacy is not None and legacy != kind:
@@ -108,6 +106,7 @@ def _scaling(fields: Fields, kind: str, max_positions: int) -> dict[str, Any]:
         for theirs, ours in FIELDS[kind].items()
     }
     if kind == "yarn":
+        # DeepSeek's form of the attention factor; an explicit one overrides it.
         mscale = fields.take("mscale", None), fields.take("mscale_all_dim", None)
         if values["attention_factor"] is None and all(mscale):
             values["attention_factor"] = yarn_attention_factor(values["scaling_factor"], *mscale)

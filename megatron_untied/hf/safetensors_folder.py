@@ -1,10 +1,10 @@
-"""Folders of safetensors files, one file or several with an index, read and written by rows."""
+"""Reads and writes folders of safetensors files, one file or several with an index, by rows."""
 
 import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_untied.checkpoint.directory import read_json, require_content
+from megatron_untied.config.problems import first_few
 
 logger = logging.getLogger(__name__)
 
@@ -24,35 +25,34 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""What weights can be; the safetensors format has more, for quantized ones."""
+"""Dtypes of weights; the safetensors format has more, for quantized weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor without its elements."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsFolder:
-    """The tensors of a folder, none of them in memory."""
+    """The tensors of a folder, read from its files on request."""
 
     def __init__(self, folder: Path):
         """Read the index and the header of every file that it lists.
 
-        Of a folder with an index, the tensors are those of the index, each from the file that the
-        index names. Other copies, and files that the index does not list, are not read.
+        With an index, each tensor is read from the file that the index names. Other copies, and
+        files that the index does not list, are ignored.
 
         Raises:
-            ValueError: no safetensors, several files without an index, a damaged index, a file that
-                the index names is missing or damaged, a tensor is not in its file, or it holds no
-                weights.
+            ValueError: there are no safetensors, or several files without an index; the index or a
+                file is missing or damaged; a tensor is not in its file, or has a quantized dtype.
         """
         self._files: dict[str, Path] = {}
         self.specs: dict[str, TensorSpec] = {}
@@ -62,8 +62,8 @@ class SafetensorsFolder:
             self._files |= dict.fromkeys(found, path)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor."""
-        # Opened anew each time: a file that stays mapped stays resident.
+        """Rows [start, stop) of a tensor, in the dtype of the file."""
+        # Opened for each call: while a file stays mapped, the pages read stay resident.
         with safe_open(self._files[name], framework="pt") as file:
             return file.get_slice(name)[start:stop]
 
@@ -90,13 +90,13 @@ def write_safetensors_folder(
     *,
     max_shard_bytes: int,
 ) -> None:
-    """Write tensors that are never in memory as a whole.
+    """Write tensors block by block, without holding one as a whole.
 
     Args:
-        folder: there already.
+        folder: must exist.
         specs: the tensors, in order.
-        read: gives the rows of a tensor, some at a time.
-        max_shard_bytes: of a file, unless one tensor has more.
+        read: yields the rows of a tensor in consecutive blocks.
+        max_shard_bytes: largest file, unless one tensor is larger.
     """
     shards = _shards(specs, max_shard_bytes)
     if len(shards) == 1:
@@ -113,7 +113,7 @@ def write_safetensors_folder(
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """The files to read and the names of the tensors in each; None is all of them."""
+    """The files to read and the names of the tensors in each; None for all of them."""
     present = sorted(path.name for path in folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
         placed = _placed(folder / INDEX)
@@ -128,7 +128,7 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
         return {folder / SINGLE: None}
     if present:
         raise ValueError(
-            f"{folder} has {', '.join(present[:3])}{', ...' if len(present) > 3 else ''} but "
+            f"{folder} has {first_few(present, 3)} but "
             f"neither {INDEX} nor {SINGLE}, so which tensors count is unknown; download {INDEX}, "
             f"or rename a file that holds the whole model to {SINGLE}"
         )
@@ -177,6 +177,7 @@ def _read_header(path: Path, names: list[str] | None) -> dict[str, TensorSpec]:
 
 
 def _shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[str]]:
+    """Names by file: a file is closed when the next tensor would exceed ``max_bytes``."""
     shards, size = [[]], 0
     for name, spec in specs.items():
         if shards[-1] and size + spec.nbytes > max_bytes:
@@ -193,7 +194,7 @@ def _write_file(
     names: list[str],
     read: Callable[[str], Iterable[Tensor]],
 ) -> None:
-    # Wide elements first, so that each tensor begins at a multiple of its elements' size.
+    # Wide dtypes first: each tensor then starts at a multiple of its element size.
     names = sorted(names, key=lambda name: -specs[name].dtype.itemsize)
     with open(path, "wb") as file:
         file.write(_header(specs, names))
@@ -201,6 +202,7 @@ def _write_file(
         for name in names:
             for rows in read(name):
                 assert rows.dtype == specs[name].dtype, name
+                # As bytes: numpy has no bfloat16. The memoryview avoids a copy.
                 file.write(memoryview(rows.contiguous().view(-1).view(torch.uint8).numpy()))
             assert file.tell() - start == specs[name].nbytes, name
             start = file.tell()
@@ -210,20 +212,14 @@ def _write_file(
 
 def _header(specs: Mapping[str, TensorSpec], names: list[str]) -> bytes:
     """Eight bytes with the length, then JSON: dtype, shape and place of every tensor."""
-    text = json.dumps({"__metadata__": {"format": "pt"}} | dict(_places(specs, names))).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _places(
-    specs: Mapping[str, TensorSpec], names: list[str]
-) -> Iterator[tuple[str, dict[str, object]]]:
     codes, start = {dtype: code for code, dtype in DTYPES.items()}, 0
+    entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     for name in names:
         spec = specs[name]
         stop = start + spec.nbytes
-        yield (
-            name,
-            {"dtype": codes[spec.dtype], "shape": spec.shape, "data_offsets": (start, stop)},
-        )
+        offsets = (start, stop)  # from the end of the header
+        entries[name] = {"dtype": codes[spec.dtype], "shape": spec.shape, "data_offsets": offsets}
         start = stop
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # the data start at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text

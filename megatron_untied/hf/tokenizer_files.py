@@ -1,4 +1,4 @@
-"""The small files that travel with the weights: the tokenizer's, and ``config.json`` itself.
+"""Copies the small files that belong to the weights: the tokenizer's and ``config.json``.
 
 A converted checkpoint keeps them in ``tokenizer/`` beside its iterations, where
 ``--tokenizer-type HuggingFaceTokenizer --tokenizer-model SAVE/tokenizer`` finds them.
@@ -28,9 +28,9 @@ TOKENIZER_FILES = (
 
 
 def copy_small_files(source: Path, target: Path, *, config: bool) -> list[str]:
-    """Copy what of the tokenizer is in ``source``, on request with ``config.json``: the names."""
-    wanted = (*TOKENIZER_FILES, CONFIG) if config else TOKENIZER_FILES
-    names = [name for name in wanted if (source / name).is_file()]
+    """Copy the tokenizer's files, with ``config`` also ``config.json``; returns their names."""
+    candidates = (*TOKENIZER_FILES, CONFIG) if config else TOKENIZER_FILES
+    names = [name for name in candidates if (source / name).is_file()]
     if names:
         target.mkdir(exist_ok=True)
     for name in names:
@@ -41,8 +41,8 @@ def copy_small_files(source: Path, target: Path, *, config: bool) -> list[str]:
 def tokenizer_folder(directory: Path, checkpoint: Path) -> Path | None:
     """The Hugging Face folder with the tokenizer that the weights were trained with, if known.
 
-    Either the converted checkpoint's own in ``directory``, or the one that the run which wrote
-    ``checkpoint`` was given.
+    Either the one in ``directory``, from an import, or the ``--tokenizer-model`` of the run that
+    wrote ``checkpoint``.
     """
     if (directory / FOLDER).is_dir():
         return directory / FOLDER

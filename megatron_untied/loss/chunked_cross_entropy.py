@@ -77,7 +77,7 @@ def chunked_cross_entropy(
         sequence_parallel: gather ``hidden`` over ``tp_group`` and reduce-scatter its gradient, by
             chunks.
         norm: the final norm, to be applied first: a module with ``normalize``, see
-            :func:`megatron_untied.norms.deferred`. Its own gradients are summed in fp32.
+            :func:`megatron_untied.gpt_model.deferred`. Its own gradients are summed in fp32.
 
     Raises:
         ValueError: for shapes that do not fit together, and for a label outside the vocabulary on

@@ -1,4 +1,4 @@
-"""What Megatron-LM can ask of a layer that ours do not do. Nothing of it is ignored."""
+"""Refuses settings and arguments of Megatron-LM that our layers do not support."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ REQUIRED = {
         "leave --fine-grained-activation-offloading out",
     ),
 }
-"""Fields of TransformerConfig: the only value that works here, and what to do about another."""
+"""Fields of TransformerConfig with the only supported value, and the remedy for another."""
 
 REQUIRED_OF_STREAMED = {
     "hidden_dropout": (0.0, "give --hidden-dropout 0"),
@@ -46,7 +46,7 @@ REFUSED_ARGUMENTS = {
         "attention is causal by itself, and an s x s tensor does not fit at length; give "
         "--no-create-attention-mask-in-dataloader"
     ),
-    "packed_seq_params": "packed samples are not read from Megatron-LM; give one document a sample",
+    "packed_seq_params": "packed samples are not supported; give one document per sample",
     "attention_bias": "there is no bias on attention scores",
     "context": "there is no cross-attention",
     "context_mask": "there is no cross-attention",
@@ -57,31 +57,39 @@ REFUSED_ARGUMENTS = {
 
 
 def check_config(config: TransformerConfig, *, streamed: bool) -> None:
-    """Raises one ``ValueError`` that lists what does not work, a line each."""
+    """Check what the layers support.
+
+    Raises:
+        ValueError: with one line for each setting that they do not.
+    """
     found = list(_problems(config, REQUIRED | REQUIRED_OF_STREAMED if streamed else REQUIRED))
     if found:
         raise ValueError("\n".join(found))
 
 
-def check_arguments(**slot_arguments: object) -> None:
-    """Raises ``ValueError`` for an argument of a layer's forward that would have no effect."""
+def check_arguments(**unsupported_kwargs: object) -> None:
+    """Check the arguments of a layer's forward that it does not use.
+
+    Raises:
+        ValueError: for one that would have an effect in megatron-core's layer.
+    """
     for name, reason in REFUSED_ARGUMENTS.items():
-        if slot_arguments.get(name) is not None:
+        if unsupported_kwargs.get(name) is not None:
             raise ValueError(f"a layer of megatron_untied was given {name}: {reason}.")
 
 
 def comm_types(config: TransformerConfig) -> set[str | None]:
-    """How the layers trade sequence over the context-parallel ranks."""
-    types = config.cp_comm_type
+    """The kinds of context parallelism over all layers: ``a2a``, ``p2p`` and so on."""
+    types = config.cp_comm_type  # one for all, or a list with one per layer
     return set(types) if isinstance(types, list) else {types}
 
 
 def _problems(config: TransformerConfig, required: dict[str, tuple[object, str]]) -> Iterator[str]:
     for name, (value, advice) in required.items():
-        # Fields come and go between versions of megatron-core; a missing one asks for nothing.
+        # Fields differ between versions of megatron-core; a missing one has no effect.
         found = getattr(config, name, value)
         if found != value:
-            yield f"{name} {found!r} is not what megatron_untied's layers do; {advice}."
+            yield f"{name} {found!r} is not supported by megatron_untied's layers; {advice}."
     g, t = config.num_query_groups, config.tensor_model_parallel_size
     if g < t:
         yield f"--num-query-groups {g} is below --tensor-model-parallel-size {t}; {g} ranks work."

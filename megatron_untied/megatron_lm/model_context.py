@@ -1,6 +1,6 @@
-"""What the layers of one model share, made when its first layer is built.
+"""Objects that the layers of one model share, created when its first layer is built.
 
-Megatron-LM imports a spec before there is a model, so the spec itself holds choices alone.
+Megatron-LM imports a spec before there is a model, so the spec itself holds only options.
 """
 
 import weakref
@@ -37,47 +37,47 @@ CHECKPOINT_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choices:
-    """See :func:`.specs.untied_layer_spec`."""
+class LayerOptions:
+    """Arguments of :func:`.specs.untied_layer_spec`, described there."""
 
     heads_per_chunk: int | Literal["all"] | None
     cp_overlap: bool
     memory: MemoryConfig
     rotary: RotaryConfig | None
-
-    @property
-    def streamed(self) -> bool:
-        """Whether layers recompute by themselves."""
-        return self.memory.recompute_granularity is not None
+    streamed: bool
+    """Layers recompute by themselves."""
 
 
 class LatestModelContext:
-    """The parts of the model that is being built; its layers have one config between them."""
+    """The context of the model that is being built; all its layers have the same config object."""
 
-    def __init__(self, choices: Choices):
-        self.choices = choices
+    def __init__(self, options: LayerOptions):
+        self.options = options
         self._latest: weakref.ref[ModelContext] | None = None
 
     def of(self, config: TransformerConfig, groups: ProcessGroupCollection) -> "ModelContext":
-        """Those of the model with this very ``config``."""
-        parts = self._latest and self._latest()
-        if parts is None or parts.config is not config:
-            parts = ModelContext(self.choices, config, groups)
-            self._latest = weakref.ref(parts)  # layers hold them: they live as long as the model
-        return parts
+        """The context of the model with this very ``config``."""
+        context = None if self._latest is None else self._latest()
+        if context is None or context.config is not config:
+            context = ModelContext(self.options, config, groups)
+            # Weak: the layers hold it, so it lives as long as the model and no longer.
+            self._latest = weakref.ref(context)
+        return context
 
 
 class ModelContext:
-    """What the layers of one model share.
+    """Objects that the layers of one model share.
 
     Raises:
-        ValueError: for what Megatron-LM's configuration asks and these layers do not do.
+        ValueError: for settings of Megatron-LM that these layers do not support.
     """
 
-    def __init__(self, choices: Choices, config: TransformerConfig, groups: ProcessGroupCollection):
-        check_config(config, streamed=choices.streamed)
+    def __init__(
+        self, options: LayerOptions, config: TransformerConfig, groups: ProcessGroupCollection
+    ):
+        check_config(config, streamed=options.streamed)
         self.config = config
-        self.attention = attention_context(choices, config, groups)
+        self.attention = attention_context(options, config, groups)
         backend = choose_backend(config.transformer_impl, config.normalization)
         submodules = layer_submodules(config, backend, self.attention)
         self.submodules: TransformerLayerSubmodules = replace(
@@ -85,22 +85,27 @@ class ModelContext:
         )
         self.streaming = streaming_context(
             config.num_layers,
-            choices.memory,
+            options.memory,
             self.attention.workspace,
             HostArena.for_device(current_device()),
         )
+        # Under sequence parallelism hidden states are [n/t, b, m], and attention gathers them.
         self._gathered = groups.tp.size() if config.sequence_parallel else 1
         self._angles: Tensor | None = None
         self._cos_sin: tuple[Tensor, Tensor] | None = None
 
     def sequence(self, hidden_states: Tensor, angles: Tensor | None) -> SequenceInfo:
-        """What attention is told of a micro-batch that Megatron-LM rotates by ``angles``.
+        """Positions of a micro-batch with hidden states [n, b, m] and Megatron-LM's rotary angles.
+
+        Args:
+            hidden_states: the layer's input; gives length, dtype and device.
+            angles: fp32 [n, 1, 1, rot], or None where Megatron-LM does not rotate.
 
         Raises:
             ValueError: if both Megatron-LM and the spec rotate.
         """
         if self.attention.rotary is None:
-            if angles is None:  # absolute positions or none: nothing of a head is rotated
+            if angles is None:  # absolute positions or none: 0 of a head's dimensions rotate
                 angles = hidden_states.new_empty(len(hidden_states) * self._gathered, 1, 1, 0)
             return SequenceInfo(cos_sin=self._rotation(angles))
         if angles is not None:
@@ -112,11 +117,12 @@ class ModelContext:
 
     def _rotation(self, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Cos and sin of angles [n, 1, 1, rot]: fp32 [n, 1, 1, rot/2]; remembers the last ones."""
-        # GPTModel keeps its angles. Recomputation hands them over as another tensor of the same
-        # memory, which the reference held here keeps from being used again.
+        # GPTModel caches its angles, and recomputation passes them as another tensor of the same
+        # memory. The reference held here keeps that memory from being reused for other angles.
         key = angles.data_ptr(), angles.shape
         if self._angles is None or key != (self._angles.data_ptr(), self._angles.shape):
             factor = concentration_factor(self.config)  # YaRN's; 1 without
+            # The second half repeats the first.
             half = angles[..., : angles.shape[-1] // 2].float()
             self._cos_sin = half.cos().mul_(factor), half.sin().mul_(factor)
             self._angles = angles
@@ -124,11 +130,12 @@ class ModelContext:
 
 
 def attention_context(
-    choices: Choices, config: TransformerConfig, groups: ProcessGroupCollection
+    options: LayerOptions, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> AttentionContext:
-    """What the attention modules share, for sequences cut as Megatron-LM cuts them."""
+    """Objects that the attention modules share, for sequences split as in Megatron-LM."""
     p, workspace = groups.cp.size(), Workspace()
     ring = groups.cp if p > 1 and comm_types(config) == {"p2p"} else None
+    # Megatron-LM counts the tokens before a query, we count the query too.
     window = None if config.window_size is None else config.window_size[0] + 1
     kernel = choose_kernel(
         config.attention_backend.name,
@@ -138,14 +145,14 @@ def attention_context(
         window=window,
     )
     return AttentionContext(
-        # Its shards are those of a ring, whatever the ranks then trade.
+        # Megatron-LM always deals shards in zigzag order, as our ring does.
         layout=SequenceLayout(num_ulysses=1, num_ring=p, rank=groups.cp.rank()),
         ulysses=groups.cp if ring is None else None,
-        ring=ring and Ring(ring),
-        heads_per_chunk=choices.heads_per_chunk or (1 if ring else p),
-        overlap=choices.cp_overlap,
+        ring=None if ring is None else Ring(ring),
+        heads_per_chunk=options.heads_per_chunk or (1 if ring else p),
+        overlap=options.cp_overlap,
         kernel=kernel if ring or p == 1 else ZigzagReorder(kernel, p, workspace),
         window=window,
-        rotary=choices.rotary and RotaryTable(choices.rotary, config.kv_channels),
+        rotary=options.rotary and RotaryTable(options.rotary, config.kv_channels),
         workspace=workspace,
     )

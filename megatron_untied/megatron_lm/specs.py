@@ -1,6 +1,6 @@
-"""The layer slot as Megatron-LM builds and calls it."""
+"""Layer specs, and the adapters by which Megatron-LM builds and calls our layers."""
 
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from megatron_untied.config import MemoryConfig, RotaryConfig
 from megatron_untied.megatron_lm.limits import check_arguments
-from megatron_untied.megatron_lm.model_context import Choices, LatestModelContext, ModelContext
+from megatron_untied.megatron_lm.model_context import LatestModelContext, LayerOptions
 from megatron_untied.streaming.layer import UntiedTransformerLayer
 
 
 class _MegatronLMLayer:
-    """What a layer needs before it: its submodules from a config, its sequence from angles."""
+    """Mixin for a layer: submodules come from the model's context, positions from angles."""
+
+    streamed: ClassVar[bool]
 
     def __init__(
         self,
@@ -24,23 +26,15 @@ class _MegatronLMLayer:
         *,
         model_context: LatestModelContext,
         pg_collection: ProcessGroupCollection,
-        **slot_arguments: object,
+        **kwargs: object,
     ):
-        parts = model_context.of(config, pg_collection)
+        context = model_context.of(config, pg_collection)
+        if self.streamed:
+            kwargs["streaming"] = context.streaming
         super().__init__(
-            config,
-            parts.submodules,
-            layer_number,
-            pg_collection=pg_collection,
-            **self.own_arguments(parts),
-            **slot_arguments,
+            config, context.submodules, layer_number, pg_collection=pg_collection, **kwargs
         )
-        self.model_context = parts
-
-    @staticmethod
-    def own_arguments(parts: ModelContext) -> dict[str, Any]:
-        """What the layer's constructor takes besides megatron-core's arguments."""
-        return {}
+        self.model_context = context
 
     def forward(
         self,
@@ -48,10 +42,14 @@ class _MegatronLMLayer:
         attention_mask: Tensor | None = None,
         *,
         rotary_pos_emb: Tensor | None = None,
-        **slot_arguments: object,
+        **unsupported_kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """[n, b, m] -> [n, b, m], and no cross-attention context."""
-        check_arguments(attention_mask=attention_mask, **slot_arguments)
+        """[n, b, m] -> [n, b, m], and None for the context of cross-attention.
+
+        Raises:
+            ValueError: for an argument that our layers do not support.
+        """
+        check_arguments(attention_mask=attention_mask, **unsupported_kwargs)
         sequence = self.model_context.sequence(hidden_states, rotary_pos_emb)
         return super().forward(hidden_states, packed_seq_params=sequence)
 
@@ -59,14 +57,13 @@ class _MegatronLMLayer:
 class StandardLayer(_MegatronLMLayer, TransformerLayer):
     """Megatron-core's layer with our attention in its slot."""
 
+    streamed = False
+
 
 class StreamedLayer(_MegatronLMLayer, UntiedTransformerLayer):
-    """The streamed layer; see :class:`.UntiedTransformerLayer` for what it does to its input."""
+    """The streamed layer; :class:`.UntiedTransformerLayer` overwrites its input."""
 
-    @staticmethod
-    def own_arguments(parts: ModelContext) -> dict[str, Any]:
-        """See :class:`_MegatronLMLayer`."""
-        return {"streaming": parts.streaming}
+    streamed = True
 
 
 def untied_layer_spec(
@@ -79,16 +76,17 @@ def untied_layer_spec(
     """A layer spec for megatron-core's GPTModel.
 
     Args:
-        heads_per_chunk: query heads exchanged at a time, over all ranks that trade sequence for
-            heads. None is one a rank, the least memory; "all" is one exchange.
-        cp_overlap: exchange the next chunk while this one attends, for a second set of buffers.
-        memory: what a step keeps, in streamed layers. None is the standard layer, under
-            Megatron-LM's own recomputation.
+        heads_per_chunk: query heads per exchange, over all ranks of the all-to-all. None is one
+            per rank, the least memory; "all" is one exchange.
+        cp_overlap: exchange the next chunk while the current one attends, at the cost of a second
+            set of buffers.
+        memory: what streamed layers save. None is the standard layer, with Megatron-LM's own
+            recomputation.
         rotary: exact rotary tables of this rank's positions, for --position-embedding-type none.
-            None rotates by the angles that Megatron-LM makes, by its flags.
+            None uses the angles that Megatron-LM computes by its flags.
 
     Raises:
-        ValueError: for a choice that has no effect in a layer.
+        ValueError: for an option that has no effect in a layer.
     """
     memory = memory or MemoryConfig()
     if memory.loss_chunk_size is not None:
@@ -96,11 +94,15 @@ def untied_layer_spec(
             f"loss_chunk_size {memory.loss_chunk_size} has no effect in a layer: the loss is "
             "Megatron-LM's own; leave it None."
         )
-    choices = Choices(
-        heads_per_chunk=heads_per_chunk, cp_overlap=cp_overlap, memory=memory, rotary=rotary
+    layer = StandardLayer if memory.recompute_granularity is None else StreamedLayer
+    options = LayerOptions(
+        heads_per_chunk=heads_per_chunk,
+        cp_overlap=cp_overlap,
+        memory=memory,
+        rotary=rotary,
+        streamed=layer.streamed,
     )
-    layer = StreamedLayer if choices.streamed else StandardLayer
-    return ModuleSpec(module=layer, params={"model_context": LatestModelContext(choices)})
+    return ModuleSpec(module=layer, params={"model_context": LatestModelContext(options)})
 
 
 untied_spec = untied_layer_spec()

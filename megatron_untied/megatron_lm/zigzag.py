@@ -1,11 +1,12 @@
-"""Attention over the whole sequence where it arrives in Megatron-LM's order.
+"""Attention on a whole sequence whose blocks are in Megatron-LM's zigzag order.
 
 Megatron-LM splits the sequence into 2p blocks; rank i of p owns blocks i and 2p-1-i. After the head
 exchange a rank holds the shards one after the other: blocks 0, 2p-1, 1, 2p-2, and so on. A causal
-kernel wants them in the order of their positions.
+kernel needs them in the order of their positions.
 """
 
 from torch import Tensor
+from typing_extensions import override
 
 from megatron_untied.context_parallel.buffer_plan import Buffer, ReorderBuffers
 from megatron_untied.context_parallel.kernels import (
@@ -19,16 +20,16 @@ from megatron_untied.context_parallel.workspace import Workspace
 
 
 def megatron_blocks(num_ranks: int) -> list[int]:
-    """Blocks of the sequence in the order in which the ranks' shards bring them."""
+    """Blocks of the sequence in the order of the ranks' shards: 0, 2p-1, 1, 2p-2, ..."""
     return [block for rank in range(num_ranks) for block in (rank, 2 * num_ranks - 1 - rank)]
 
 
 class ZigzagReorder:
     """A kernel for tensors whose blocks are in Megatron-LM's order.
 
-    Takes the place of the :class:`.AttentionKernel` that it calls, which reads and writes copies in
-    order of position, in the workspace: another q, k, v and out of a chunk in forward, and d_out,
-    dq, dk and dv in backward. Log-sum-exps stay in order of position.
+    Wraps an :class:`.AttentionKernel`, which reads and writes copies in order of position. They
+    cost a second q, k, v and out of a chunk in forward, and also d_out, dq, dk and dv in backward,
+    all in the workspace. Log-sum-exps stay in order of position.
     """
 
     def __init__(self, kernel: AttentionKernel, num_ranks: int, workspace: Workspace):
@@ -36,8 +37,8 @@ class ZigzagReorder:
         self.name, self.counter = kernel.name, kernel.counter
         self.blocks = megatron_blocks(num_ranks)
 
+    @override
     def forward(self, x: Qkv, *, out: Tensor, mask: Mask) -> Tensor:
-        """As :meth:`.AttentionKernel.forward`."""
         buffers = ReorderBuffers.plan(x.q.shape, x.k.shape, x.q.dtype)
         ordered_out = self._take(buffers.out, out)
         ordered = Qkv(*map(self._gather, buffers.qkv, x))
@@ -45,8 +46,8 @@ class ZigzagReorder:
         self._scatter(ordered_out, out)
         return lse
 
+    @override
     def backward(self, d_out: Tensor, x: Qkv, y: Attended, *, into: QkvGrads, mask: Mask) -> None:
-        """As :meth:`.AttentionKernel.backward`."""
         buffers = ReorderBuffers.plan(x.q.shape, x.k.shape, x.q.dtype)
         grads = QkvGrads(*map(self._take, buffers.grads, into))
         self.kernel.backward(
@@ -63,7 +64,7 @@ class ZigzagReorder:
         """A copy of ``x`` in order of position."""
         ordered = self._take(buffer, x)
         for block, part in self._pairs(ordered, x):
-            block.copy_(part)
+            block.copy_(part)  # one copy per block: 2p kernels, no index tensor
         return ordered
 
     def _scatter(self, ordered: Tensor, x: Tensor) -> None:
@@ -72,9 +73,12 @@ class ZigzagReorder:
             part.copy_(block)
 
     def _pairs(self, ordered: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each block of ``ordered`` with the same block of ``x``."""
-        in_order, arrived = (each.chunk(len(self.blocks)) for each in (ordered, x))
-        return [(in_order[block], part) for block, part in zip(self.blocks, arrived, strict=True)]
+        """Each block of ``ordered`` with the same block of ``x``: views [s/2p, b, heads, d]."""
+        by_position = ordered.chunk(len(self.blocks))
+        return [
+            (by_position[block], part)
+            for block, part in zip(self.blocks, x.chunk(len(self.blocks)), strict=True)
+        ]
 
     def _take(self, buffer: Buffer, like: Tensor) -> Tensor:
         return self.workspace.take(buffer, like.device).view(like.shape)

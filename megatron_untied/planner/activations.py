@@ -23,7 +23,7 @@ from megatron_untied.context_parallel.kernels.split_calls import Shape
 from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.geometry import Bytes, Geometry
 from megatron_untied.streaming.activation_policy import ActivationPolicy
-from megatron_untied.streaming.memory_plan import LayerSizes, MemoryPlan
+from megatron_untied.streaming.memory_plan import Held, LayerSizes, MemoryPlan
 
 
 def attention_sizes(geometry: Geometry, rank: int) -> Sizes:
@@ -129,8 +129,8 @@ class StreamedActivations:
     geometry: Geometry
     policy: ActivationPolicy
     """Which layer keeps what, and where."""
-    workspace: dict[tuple[Phase, int], Bytes]
-    """By phase and layer, when the layer leaves the phase; ``BACKWARD`` is after the layer."""
+    held: dict[tuple[Phase, int], Held]
+    """The workspace by phase and layer, when the layer leaves the phase."""
     kernel: KernelBytes
 
     @classmethod
@@ -140,12 +140,14 @@ class StreamedActivations:
         return cls(
             geometry=geometry,
             policy=plan.policy,
-            workspace={
-                (phase, layer): bytes_by_category(held.values())
-                for phase, layer, held in plan.workspace()
-            },
+            held={(phase, layer): held for phase, layer, held in plan.workspace()},
             kernel=KernelBytes.of(plan.sizes.attention),
         )
+
+    def workspace(self, phase: Phase, layer: int) -> Bytes:
+        """What it holds when ``layer`` leaves ``phase``; ``BACKWARD`` is after the layer."""
+        # Added up on demand: a search looks at few layers, and at thousands of plans.
+        return bytes_by_category(self.held[phase, layer].values())
 
     def kept_forward(self, layer: int) -> Bytes:
         """On the device when the forward of ``layer`` ends."""

@@ -28,11 +28,8 @@ class SharedMemory:
     """One memory of the workspace, and all buffers that lie in it."""
 
     uses: list[BufferUse]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the largest of its buffers."""
-        return max(use.buffer.num_bytes for use in self.uses)
+    num_bytes: int
+    """Of the largest of its buffers."""
 
 
 def shared_memories(
@@ -45,11 +42,11 @@ def shared_memories(
             use = found.setdefault(buffer.memory, {}).setdefault(buffer.name, BufferUse(buffer))
             if phase not in use.phases:
                 use.phases.append(phase)
-    memories = {
+    memories = {}
+    for name, by_name in found.items():
         # The buffer that the memory is named after comes first.
-        name: SharedMemory(sorted(by_name.values(), key=lambda use: bool(use.buffer.because)))
-        for name, by_name in found.items()
-    }
+        sharing = sorted(by_name.values(), key=lambda use: bool(use.buffer.because))
+        memories[name] = SharedMemory(sharing, max(use.buffer.num_bytes for use in sharing))
     return dict(sorted(memories.items(), key=lambda item: -item[1].num_bytes))
 
 

@@ -4,6 +4,7 @@ Two steps. The first one finds the length, with the settings that take the least
 one keeps the length and takes each setting back to the fastest value that still fits.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -25,12 +26,8 @@ class LongestContext:
     """A plan at the longest length that fits, and what a longer one would lack."""
 
     plan: Plan
+    tokens: int
     limit: str
-
-    @property
-    def tokens(self) -> int:
-        """The length."""
-        return self.plan.config.batch.seq_length
 
 
 def limit_of(plan: Plan, tokens: int) -> str:
@@ -63,7 +60,7 @@ def longest_context(plans: list[Plan]) -> LongestContext | None:
         if longer:
             best, tokens = candidate, longer
     plan = replace(_fastest(best, tokens), every_layer=True)
-    return LongestContext(plan, _limit_of_any_offload(best, tokens))
+    return LongestContext(plan, tokens, _limit_of_any_offload(best, tokens))
 
 
 def _least_memory(plan: Plan) -> Iterator[Plan]:
@@ -173,21 +170,29 @@ def _longest(plan: Plan, floor: int) -> int:
 def _with_fewest_on_host(plan: Plan, tokens: int) -> Plan | None:
     """``plan`` at that length with as few layers on the host as the GPU needs; None: none fits."""
     longer = plan.at_length(tokens)
-    longer = longer.with_settings("memory", cpu_offloading_num_layers=0)
-    if fits(longer, with_host=False):
-        return longer if longer.fits_host else None
-    low, high = 0, longer.geometry.num_layers
-    placed = longer.with_settings("memory", cpu_offloading_num_layers=high)
-    if not (longer.geometry.is_streamed and fits(placed, with_host=False)):
+    none = longer.with_settings("memory", cpu_offloading_num_layers=0)
+    every = none
+    if longer.geometry.is_streamed:
+        layers = longer.geometry.num_layers
+        every = longer.with_settings("memory", cpu_offloading_num_layers=layers)
+    if not fits(every, with_host=False):
         return None
+    if none.fits_device:
+        return none if none.fits_host else None
+    # ``more`` with ``high`` layers on the host fits the device, ``fewer`` with ``low`` does not.
+    low, high, fewer, more = 0, longer.geometry.num_layers, none, every
     while high - low > 1:
-        middle = (low + high) // 2
-        fewer = longer.with_settings("memory", cpu_offloading_num_layers=middle)
-        if fewer.fits_device:
-            high, placed = middle, fewer
+        # The peak falls by the same for each layer as long as it stays in the same phase, so a
+        # straight line finds the number in two plans, where bisection takes one per bit.
+        excess = fewer.peak.num_bytes - plan.machine.device_bytes
+        share = excess / (fewer.peak.num_bytes - more.peak.num_bytes)
+        middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+        placed = longer.with_settings("memory", cpu_offloading_num_layers=middle)
+        if placed.fits_device:
+            high, more = middle, placed
         else:
-            low = middle
-    return placed if placed.fits_host else None
+            low, fewer = middle, placed
+    return more if more.fits_host else None
 
 
 def _limit_of_any_offload(plan: Plan, tokens: int) -> str:

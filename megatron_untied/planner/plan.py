@@ -72,7 +72,7 @@ class Plan:
         kept = 0
         if geometry.is_streamed:
             kept = max(memory_plan(geometry, i).host_bytes() for i in distinct_ranks(geometry))
-        return ShardedWeights(geometry).on_host() + Bytes(
+        return ShardedWeights.of(geometry).on_host() + Bytes(
             {MemoryCategory.LOADER: loader, MemoryCategory.KEPT: kept}
         )
 

@@ -37,10 +37,7 @@ class _Group:
     name: str
     places: list[float]
     """Of its bars on the x axis."""
-
-    @property
-    def middle(self) -> float:
-        return sum(self.places) / len(self.places)
+    middle: float
 
 
 def draw(plan: Plan) -> Figure:
@@ -84,7 +81,8 @@ def _groups(snapshots: Sequence[MemorySnapshot]) -> list[_Group]:
     for (layer, is_loss), members in by_layer:
         name = "loss" if is_loss else "" if layer is None else str(layer + 1)
         gap = 0.6 * len(groups)
-        groups.append(_Group(name, [index + gap for index, _ in members]))
+        places = [index + gap for index, _ in members]
+        groups.append(_Group(name, places, sum(places) / len(places)))
     return groups
 
 

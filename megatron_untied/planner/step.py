@@ -41,17 +41,27 @@ class MemorySnapshot:
         return self.by_category.total()
 
 
-@dataclass(frozen=True)
 class Step(ABC):
-    """A step of one rank, after the first one; subclasses add the layers.
+    """A step of one rank, after the first one; subclasses add the layers."""
 
-    ``rank`` counts Ulysses ranks, whose heads, and so whose buffers, may differ.
-    """
+    def __init__(self, geometry: Geometry, rank: int = 0, every_layer: bool = True) -> None:
+        """What is alive all along.
 
-    geometry: Geometry
-    rank: int = 0
-    every_layer: bool = True
-    """Otherwise only the layers at which something changes: the same peak in less time."""
+        Args:
+            geometry: sizes of the rank.
+            rank: a Ulysses rank; their heads, and so their buffers, may differ.
+            every_layer: otherwise only the layers at which something changes, which have the same
+                peak in less time.
+        """
+        self.geometry, self.rank, self.every_layer = geometry, rank, every_layer
+        self.weights = weights = ShardedWeights.of(geometry)
+        self.states = self._inputs() + (Bytes() if weights.is_on_host else weights.at_rest())
+        """Through a whole step: weights, moments, and what every layer reads."""
+        has_gradients = geometry.num_micro_batches > 1  # of the micro-batches before
+        self.in_forward = self.states + (weights.gradients(None) if has_gradients else Bytes())
+        """Through a whole forward."""
+        self.residual = Bytes({MemoryCategory.RESIDUAL: geometry.residual_bytes})
+        """The residual, in backward its gradient: [n, b, m] or a part of it."""
 
     def snapshots(self) -> Iterator[MemorySnapshot]:
         """The peaks of each phase, in the order of a step."""
@@ -109,16 +119,9 @@ class Step(ABC):
         layers |= {num_layers - 2, num_layers - 1}
         return sorted(i for i in layers if 0 <= i < num_layers)
 
-    @cached_property
-    def weights(self) -> ShardedWeights:
-        """The weights of this rank."""
-        return ShardedWeights(self.geometry)
-
-    @cached_property
-    def states(self) -> Bytes:
-        """Alive through a whole step: weights, moments, and what every layer reads."""
+    def _inputs(self) -> Bytes:
+        """The batch, the rotary table, and the buffer of sequence parallelism."""
         geo = self.geometry
-        states = Bytes() if self.weights.is_on_host else self.weights.at_rest()
         # Tokens, labels (int64) and masks (fp32) of all micro-batches; weights of one's tokens.
         batch = 20 * geo.n * geo.b * geo.num_micro_batches + 4 * geo.n * geo.b
         # fp32 cosines and sines: one table, or one per sample where positions are reset.
@@ -129,16 +132,10 @@ class Step(ABC):
         # Megatron-core's one buffer for what sequence parallelism gathers: [tokens, m].
         gathered_tokens = geo.tile_tokens if geo.is_streamed else geo.tokens
         gathered = gathered_tokens * geo.m * geo.itemsize if geo.num_token_parts > 1 else 0
-        return states + Bytes({MemoryCategory.INPUTS: inputs, MemoryCategory.TILES: gathered})
-
-    @cached_property
-    def in_forward(self) -> Bytes:
-        """Alive through a whole forward: the states, and gradients of earlier micro-batches."""
-        has_gradients = self.geometry.num_micro_batches > 1
-        return self.states + (self.weights.gradients(None) if has_gradients else Bytes())
+        return Bytes({MemoryCategory.INPUTS: inputs, MemoryCategory.TILES: gathered})
 
     def in_backward(self, num_layers_done: int) -> Bytes:
-        """The same in backward, with the gradients that are done.
+        """Through a backward, with the gradients that are done.
 
         The gradient of a tied output matrix is whole until the end, where the lookup's joins it.
         """
@@ -163,19 +160,17 @@ class Step(ABC):
         return alive + self.weights.reduce_buffer(reduced)
 
 
-@dataclass(frozen=True)
 class StreamedStep(Step):
     """A step whose layers recompute."""
 
-    @cached_property
-    def activations(self) -> StreamedActivations:
-        """What layers keep, and the workspace."""
-        return StreamedActivations.of(self.geometry, self.rank)
-
-    @cached_property
-    def tiles(self) -> Tiles:
-        """Temporaries of tiles."""
-        return Tiles.of(self.geometry)
+    def __init__(self, geometry: Geometry, rank: int = 0, every_layer: bool = True) -> None:
+        """As a step, with what layers keep, their workspace, and temporaries of tiles."""
+        super().__init__(geometry, rank, every_layer)
+        self.activations = StreamedActivations.of(geometry, rank)
+        self.tiles = Tiles.of(geometry)
+        # Parked, the residual is on the host while attention runs.
+        is_parked = self.activations.policy.park
+        self.residual_in_attention = Bytes() if is_parked else self.residual
 
     @override
     def layer_forward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
@@ -184,14 +179,14 @@ class StreamedStep(Step):
         alive += kept.kept_forward(layer)
         lse = Bytes({MemoryCategory.KEPT: self.geometry.lse_bytes})
 
-        attention = alive + self._residual_in_attention + self.tiles.projection
-        attention += kept.workspace[Phase.ATTENTION_FORWARD, layer]
+        attention = alive + self.residual_in_attention + self.tiles.projection
+        attention += kept.workspace(Phase.ATTENTION_FORWARD, layer)
         # Log-sum-exps that stay on the device are already counted with what is kept.
         is_counted = policy.selective and not policy.lse_on_host(layer)
         yield Phase.ATTENTION_FORWARD, attention + (Bytes() if is_counted else lse)
 
         mlp = alive + self.residual + self.tiles.mlp_forward
-        mlp += kept.workspace[Phase.MLP_FORWARD, layer]
+        mlp += kept.workspace(Phase.MLP_FORWARD, layer)
         yield Phase.MLP_FORWARD, mlp + (Bytes() if policy.selective else lse)
 
     @override
@@ -207,20 +202,20 @@ class StreamedStep(Step):
         mlp_gradients = full_gradients(output_and_mlp_unit(geo.config.model, geo.num_tensor))
         qkv_gradients = full_gradients(qkv_unit(geo.config.model, geo.num_tensor))
         has_sums = geo.num_tiles > 1
-        mlp = alive + self.residual + workspace[Phase.MLP_BACKWARD, layer]
+        mlp = alive + self.residual + workspace(Phase.MLP_BACKWARD, layer)
         sums = mlp_gradients if has_sums else Bytes()
         yield Phase.MLP_BACKWARD, mlp + self.tiles.mlp_backward + sums
         yield Phase.MLP_BACKWARD, mlp + self.tiles.mlp_backward_end + mlp_gradients
 
         kernel = self.activations.kernel
-        attention = alive + self._residual_in_attention + mlp_gradients
-        attention += workspace[Phase.ATTENTION_BACKWARD, layer]
+        attention = alive + self.residual_in_attention + mlp_gradients
+        attention += workspace(Phase.ATTENTION_BACKWARD, layer)
         loading = Bytes({MemoryCategory.KERNEL: kernel.kv_grads_while_loading})
         yield Phase.ATTENTION_BACKWARD, attention + loading + self.tiles.projection
         most = Bytes({MemoryCategory.KERNEL: max(kernel.peak, kernel.kv_grads)})
         yield Phase.ATTENTION_BACKWARD, attention + most
 
-        qkv = alive + self.residual + workspace[Phase.QKV_BACKWARD, layer]
+        qkv = alive + self.residual + workspace(Phase.QKV_BACKWARD, layer)
         qkv += Bytes({MemoryCategory.SLOTS: kernel.kv_grads}) + self.tiles.qkv_backward
         qkv += mlp_gradients + (qkv_gradients if has_sums else Bytes())
         yield Phase.QKV_BACKWARD, qkv
@@ -230,10 +225,6 @@ class StreamedStep(Step):
     def kept(self) -> Bytes:
         return self.activations.kept_forward(self.geometry.num_layers - 1)
 
-    @property
-    def _residual_in_attention(self) -> Bytes:
-        return Bytes() if self.activations.policy.park else self.residual
-
     def _recompute_group(self, layer: int, alive: Bytes) -> Iterator[tuple[Phase, Bytes]]:
         """The group that ends with ``layer`` is recomputed when the backward of ``layer`` begins.
 
@@ -242,12 +233,12 @@ class StreamedStep(Step):
         """
         policy, workspace = self.activations.policy, self.activations.workspace
         if not policy.selective:
-            attention = alive + workspace[Phase.RECOMPUTE_ATTENTION, layer]
+            attention = alive + workspace(Phase.RECOMPUTE_ATTENTION, layer)
             yield Phase.RECOMPUTE_ATTENTION, attention + self.tiles.projection
         members = layer - policy.first_of_group(layer) + 1
         if members == 1:
             return
-        alive += workspace[Phase.RECOMPUTE_MLP, layer - 1]
+        alive += workspace(Phase.RECOMPUTE_MLP, layer - 1)
         yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward
         yield Phase.BACKWARD, alive + self.residual
         if members == 2:
@@ -265,11 +256,10 @@ class StreamedStep(Step):
         alive = self.in_backward(self.geometry.num_layers - layer) + self.residual
         alive += self.weights.gathered(Stage.AFTER_LAYER_BACKWARD, layer)
         alive += self.weights.reducing(unit) + full_gradients(unit)
-        alive += self.activations.workspace[Phase.BACKWARD, layer]
+        alive += self.activations.workspace(Phase.BACKWARD, layer)
         return alive + (self.activations.kept_backward(layer - 1) if layer else Bytes())
 
 
-@dataclass(frozen=True)
 class PlainStep(Step):
     """A step whose layers keep all that autograd saves."""
 

@@ -131,7 +131,7 @@ def _host_copy_seconds(geo: Geometry, machine: Machine) -> float:
 
 def _gather_seconds(geo: Geometry, machine: Machine) -> float:
     """One layer's weights for forward and for backward, and its fp32 gradient."""
-    weights = ShardedWeights(geo)
+    weights = ShardedWeights.of(geo)
     if not weights.is_full:
         return 0.0
     numel = weights.units.layer.numel * (1 - 1 / geo.num_sharding)
@@ -140,7 +140,7 @@ def _gather_seconds(geo: Geometry, machine: Machine) -> float:
 
 def _optimizer_seconds(geo: Geometry, machine: Machine) -> float:
     """Reads and writes of weights, gradients and moments, and the reduction of whole gradients."""
-    weights, gpu = ShardedWeights(geo), machine.gpu
+    weights, gpu = ShardedWeights.of(geo), machine.gpu
     numel = weights.units.numel
     is_sharded = weights.is_full or geo.config.optimization.use_distributed_optimizer
     rows = numel / (geo.num_sharding if is_sharded else 1)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property
 
 from megatron_untied.config import ModelConfig
 from megatron_untied.phases import MemoryCategory
@@ -47,35 +46,32 @@ class ParameterUnits:
     output: Unit
     """Without parameters if the embedding is the output matrix too."""
     rest: Unit
-    num_layers: int
-
-    @property
-    def all(self) -> tuple[Unit, ...]:
-        """In the order of a forward."""
-        return (self.embedding, *[self.layer] * self.num_layers, self.output, self.rest)
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether the embedding is the output matrix too."""
-        return not self.output.shapes
-
-    @property
-    def numel(self) -> int:
-        """Parameters of this rank."""
-        return sum(unit.numel for unit in self.all)
+    all: tuple[Unit, ...]
+    """In the order of a forward, every layer by itself."""
+    is_tied: bool
+    """Whether the embedding is the output matrix too."""
+    numel: int
+    """Parameters of this rank."""
 
 
 def parameter_units(model: ModelConfig, num_tensor: int = 1) -> ParameterUnits:
     """What one of ``num_tensor`` tensor-parallel ranks holds, its vocabulary padded."""
     rows = model.padded_vocab_size(num_tensor) // num_tensor
     matrix = Unit(shapes=((rows, model.hidden_size),))
+    is_tied = not model.untie_embeddings_and_output_weights
     qkv, output_and_mlp = qkv_unit(model, num_tensor), output_and_mlp_unit(model, num_tensor)
+    layer = Unit(shapes=(*qkv.shapes, *output_and_mlp.shapes))
+    output = Unit(shapes=()) if is_tied else matrix
+    rest = Unit(shapes=_norm_shapes(model, model.hidden_size))
+    units = (matrix, *[layer] * model.num_layers, output, rest)
     return ParameterUnits(
-        layer=Unit(shapes=(*qkv.shapes, *output_and_mlp.shapes)),
+        layer=layer,
         embedding=matrix,
-        output=matrix if model.untie_embeddings_and_output_weights else Unit(shapes=()),
-        rest=Unit(shapes=_norm_shapes(model, model.hidden_size)),
-        num_layers=model.num_layers,
+        output=output,
+        rest=rest,
+        all=units,
+        is_tied=is_tied,
+        numel=sum(unit.numel for unit in units),
     )
 
 
@@ -129,26 +125,28 @@ class Stage(Enum):
     """Another layer is gathered while a group is recomputed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ShardedWeights:
     """Weights, gradients and moments of one rank through a step."""
 
     geometry: Geometry
+    units: ParameterUnits
+    """This rank's parameters, before they are sharded."""
+    is_full: bool
+    """Whether weights and gradients are sharded too (FSDP2)."""
+    is_on_host: bool
+    """Whether the optimizer and what is sharded are on the host."""
 
-    @cached_property
-    def units(self) -> ParameterUnits:
-        """This rank's parameters, before they are sharded."""
-        return parameter_units(self.geometry.config.model, self.geometry.num_tensor)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether weights and gradients are sharded too (FSDP2)."""
-        return self.geometry.config.optimization.use_torch_fsdp2
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether the optimizer and what is sharded are on the host."""
-        return self.geometry.config.optimization.optimizer_cpu_offload
+    @classmethod
+    def of(cls, geometry: Geometry) -> "ShardedWeights":
+        """By the configuration's optimization flags."""
+        model, optimization = geometry.config.model, geometry.config.optimization
+        return cls(
+            geometry=geometry,
+            units=parameter_units(model, geometry.num_tensor),
+            is_full=optimization.use_torch_fsdp2,
+            is_on_host=optimization.optimizer_cpu_offload,
+        )
 
     def at_rest(self) -> Bytes:
         """Between steps, on the device or on the host."""

@@ -1,4 +1,4 @@
-"""Lets megatron.core run where there is no GPU, by reading its source with the device swapped.
+"""Lets megatron.core run without a GPU, by compiling its source with the device names replaced.
 
 Megatron-core names ``"cuda"`` in its sources. Where CUDA is available :func:`install` does nothing.
 Otherwise every module of megatron.core is compiled with ``SWAPS`` applied to its text (line numbers
@@ -8,6 +8,7 @@ as they are, so a "cuda" in this project's own code still fails on a CPU.
 Checked against megatron-core 0.16.1; recheck the swaps when that pin moves.
 """
 
+import collections
 import contextlib
 import importlib.machinery
 import re
@@ -31,55 +32,39 @@ SWAPS = [
 ]
 
 
+def _do_nothing(*args, **kwargs) -> None:
+    pass
+
+
 class _Event:
     """A CUDA event on a machine whose work is always done."""
 
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def record(self, *args) -> None:
-        pass
-
-    wait = synchronize = record
-
-    def query(self) -> bool:
-        return True
+    __init__ = record = wait = synchronize = _do_nothing
+    query = staticmethod(lambda: True)
 
 
 class _Stream:
     """A CUDA stream that is always drained."""
 
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def synchronize(self, *args) -> None:
-        pass
-
-    wait_event = wait_stream = synchronize
+    __init__ = synchronize = wait_event = wait_stream = _do_nothing
 
     def record_event(self, event: _Event | None = None) -> _Event:
         return event or _Event()
 
 
-class _CpuGenerators:
-    """``torch.cuda.default_generators`` with the CPU's generator for every device."""
-
-    def __getitem__(self, index: int) -> torch.Generator:
-        return torch.default_generator
-
-
 def _torch_cuda_on_cpu() -> types.ModuleType:
-    """``torch.cuda`` as megatron.core sees it; what is not replaced comes from the real one."""
+    """The module that megatron.core uses as ``torch.cuda``; the rest comes from the real one."""
     cuda = types.ModuleType(f"{__name__}.cuda")
     cuda.__getattr__ = lambda name: getattr(torch.cuda, name)
     cuda.current_device = lambda: torch.device("cpu")
-    cuda.set_device = cuda.synchronize = cuda._lazy_init = lambda *args: None
-    # The real one queues calls until CUDA starts: on a CPU build, for ever.
+    cuda.set_device = cuda.synchronize = cuda._lazy_init = _do_nothing
+    # The real one queues calls until CUDA is initialized, which never happens on a CPU.
     cuda._lazy_call = lambda call, **kwargs: call()
     cuda.Stream, cuda.Event = _Stream, _Event
     cuda.current_stream = cuda.default_stream = lambda *args: _Stream()
     cuda.stream = cuda.device = lambda which: contextlib.nullcontext()
-    cuda.default_generators = _CpuGenerators()
+    # Indexed with a device or its number: one generator for every device.
+    cuda.default_generators = collections.defaultdict(lambda: torch.default_generator)
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
@@ -89,8 +74,11 @@ def _torch_cuda_on_cpu() -> types.ModuleType:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles a module of megatron.core from its text with ``SWAPS`` applied."""
+
     def path_stats(self, path: str) -> dict:
-        raise OSError("no .pyc: it would hold the unswapped source, or give others the swapped one")
+        # A .pyc would hold the original source, or give the replaced source to other programs.
+        raise OSError("no .pyc for replaced source")
 
     def get_data(self, path: str) -> bytes:
         data = super().get_data(path)
@@ -104,11 +92,14 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Finder:
+    """Finds modules of megatron.core before Python's own finders, for :class:`_Loader`."""
+
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None):
         if not name.startswith("megatron.core."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
+        # Extension modules and namespace packages have no source to replace.
         if spec and type(spec.loader) is importlib.machinery.SourceFileLoader:
             spec.loader = _Loader(name, spec.origin)
         return spec

@@ -1,4 +1,4 @@
-"""The questions whose answer differs between a GPU machine and a CPU machine."""
+"""Functions that differ between a machine with GPUs and one without."""
 
 import resource
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuProperties:
-    """What CUDA tells of a GPU."""
+    """Properties of a GPU, as CUDA reports them."""
 
     name: str
     memory_bytes: int
     capability: tuple[int, int]
-    """Its compute capability."""
+    """Compute capability: major, minor."""
     cycles_per_second: float
-    """Of all multiprocessors together, at the highest clock."""
+    """Sum over all multiprocessors, at the highest clock."""
     memory_bytes_per_second: float
-    """Peak; 0 if the driver does not tell."""
+    """Peak bandwidth; 0 if the driver does not report it."""
 
 
 def current_device() -> torch.device:
@@ -29,14 +29,14 @@ def current_device() -> torch.device:
 
 
 def select_device(local_rank: int) -> torch.device:
-    """Bind this process to its node's ``local_rank``-th GPU, where there are GPUs."""
+    """Bind this process to GPU ``local_rank`` of its node, if there are GPUs."""
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
     return current_device()
 
 
 def use_in_this_thread(device: torch.device) -> None:
-    """Make another thread's device this one's: a call of CUDA would start the first GPU's here."""
+    """Select ``device`` in this thread: CUDA's current device is per thread, at first GPU 0."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -47,21 +47,21 @@ def default_backend() -> str:
 
 
 def slow_flops_per_second() -> float:
-    """What a rank achieves at least, in 16-bit attention; for limits of how long work may take.
+    """A lower bound for one rank in 16-bit attention, for timeouts.
 
-    FlashAttention-2 on an A100; Hopper's kernels are two to three times as fast. A CPU's figure is
-    that of one slow core.
+    FlashAttention-2 on an A100; Hopper's kernels are two to three times as fast. For a CPU, one
+    slow core.
     """
     return 2e14 if torch.cuda.is_available() else 1e10
 
 
 def num_devices() -> int:
-    """GPUs of this node; 0 without."""
+    """Number of GPUs of this node."""
     return torch.cuda.device_count()
 
 
 def gpu_properties() -> GpuProperties | None:
-    """What this rank's GPU is; None without GPUs."""
+    """Properties of this rank's GPU; None without GPUs."""
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(current_device())
@@ -70,7 +70,7 @@ def gpu_properties() -> GpuProperties | None:
         memory_bytes=found.total_memory,
         capability=(found.major, found.minor),
         cycles_per_second=1e3 * found.clock_rate * found.multi_processor_count,
-        # In kHz and bits; memory transfers twice a cycle.
+        # clock_rate in kHz, bus width in bits; memory transfers twice per cycle.
         memory_bytes_per_second=2e3 * found.memory_clock_rate * found.memory_bus_width / 8,
     )
 
@@ -99,14 +99,14 @@ def fields_of(file: Path) -> dict[str, str]:
 
 
 def synchronize() -> None:
-    """Wait until everything queued on this rank's device is done."""
+    """Wait for all work queued on this rank's device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def record_event() -> torch.cuda.Event | None:
-    """An event behind everything queued so far on this rank's device; None: it is done already."""
-    # Asked at every chunk of heads: whether CUDA is available would be a call of its driver.
+    """An event after all work queued so far on this rank's device; None if all is done."""
+    # Called for every chunk of heads. is_available() would call the driver each time.
     if not torch.cuda.is_initialized():
         return None
     event = torch.cuda.Event()
@@ -115,16 +115,16 @@ def record_event() -> torch.cuda.Event | None:
 
 
 def peak_device_bytes() -> int:
-    """Most bytes of tensors alive at once since the last reset; on a CPU the process's peak RSS.
+    """Peak bytes of live tensors since the last reset; on a CPU the peak RSS of the process.
 
-    A CPU has no allocator of its own to ask, and its figure never falls.
+    The latter cannot be reset.
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
 
 
 def reset_peak_device_bytes() -> None:
-    """Start a new measurement for :func:`peak_device_bytes`, where the device can."""
+    """Reset :func:`peak_device_bytes`; on a CPU it has no effect."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,7 @@
-"""What CUDA does in one kernel and a CPU in several: one operation on a CPU too.
+"""Operations that are one kernel on CUDA and several on a CPU, as one custom op on the CPU.
 
-An operation of its own allocates its results and nothing that anybody else sees. So a step on a
-CPU, or traced with fake tensors, has the tensors that it has on CUDA, and no others.
+To callers, autograd and fake tensors a custom op allocates its results and nothing else. So a step
+on a CPU, or traced with fake tensors, has exactly the tensors that it has on CUDA.
 """
 
 import torch
@@ -12,10 +12,10 @@ from megatron_untied.dtypes import accumulation_dtype, widened
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; keeps x and 1/sqrt.
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension: [..., m] -> [..., m].
 
-    As CUDA's fused kernel: arithmetic and the sum over tokens in at least fp32, results rounded
-    once.
+    Saves x and 1/sqrt for backward. As in CUDA's fused kernel, arithmetic and the sum over tokens
+    are at least fp32, and results are rounded once.
     """
     return _RMSNorm.apply(x, weight, eps)
 
@@ -51,9 +51,10 @@ def _rms_norm_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     normalized, wide = widened(x) * scale, widened(gradient)
-    d_weight = (wide * normalized).flatten(0, -2).sum(0)
+    d_weight = (wide * normalized).flatten(0, -2).sum(0)  # [..., m] -> [tokens, m] -> [m]
     d_normalized = wide * widened(weight)
-    along = (d_normalized * normalized).mean(-1, keepdim=True)
+    # The norm ignores the length of x: remove the gradient's component along x.
+    along = (d_normalized * normalized).mean(-1, keepdim=True)  # [..., 1]
     dx = (d_normalized - normalized * along) * scale
     return dx.to(x.dtype), d_weight.to(weight.dtype)
 
@@ -69,7 +70,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
     Widening the operands would be exact and ten times slower.
     """
-    # Not a view or alias of an operand, whatever the dtypes.
+    # A custom op may not return a view or alias of an operand: a product is neither.
     return (a @ b).to(dtype)
 
 

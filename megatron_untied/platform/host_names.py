@@ -1,28 +1,28 @@
-"""Whether a host's name resolves, asked before anything waits for that host."""
+"""Checks that a host name resolves, before a rendezvous waits for that host until its timeout."""
 
 import socket
 import time
 from collections.abc import Callable
 
 RETRY_SECONDS = 30.0
-"""DNS entries of a cluster's pods may appear some seconds after the pods."""
+"""DNS entries of a cluster's pods may appear seconds after the pods."""
 
 
 def require_resolvable(
-    host: str, setting: str, *, say: Callable[[str], None], retry_seconds: float = RETRY_SECONDS
+    host: str, setting: str, *, warn: Callable[[str], None], retry_seconds: float = RETRY_SECONDS
 ) -> None:
     """Wait up to ``retry_seconds`` until ``host`` resolves.
 
     Args:
         host: a name or an address.
-        setting: what the user has set to it, such as ``MASTER_ADDR``; begins the messages.
-        say: is given one line, if the name does not resolve at once.
+        setting: the setting with this value, such as ``MASTER_ADDR``, for messages.
+        warn: called once with a line, if the name does not resolve at first.
         retry_seconds: how long to wait for DNS.
 
     Raises:
         ValueError: the name does not resolve.
     """
-    deadline, said = time.monotonic() + retry_seconds, False
+    deadline, warned = time.monotonic() + retry_seconds, False
     while True:
         try:
             socket.getaddrinfo(host, None)
@@ -34,7 +34,7 @@ def require_resolvable(
                 f"{setting} is {host}, which does not resolve on {socket.gethostname()} "
                 f"({reason}); give the name or the address of the node whose NODE_RANK is 0"
             )
-        if not said:
-            say(f"{setting} {host} does not resolve ({reason}); retrying for {retry_seconds:g} s")
-            said = True
+        if not warned:
+            warn(f"{setting} {host} does not resolve ({reason}); retrying for {retry_seconds:g} s")
+            warned = True
         time.sleep(min(1.0, retry_seconds))

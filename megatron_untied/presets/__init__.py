@@ -1,9 +1,9 @@
-"""Architectures of published models, a JSON file each; ``--model NAME`` takes one.
+"""Architectures of published models, one JSON file each, for ``--model NAME``.
 
 A file holds ``source`` (where its values are published), ``num_parameters`` (the publisher's
 count), ``vocab_size`` (rows of the embedding, no padding of ours) and ``flags``: Megatron's flags
-that make the architecture, with their values, or true. The longest context that the weights were
-trained on is not among them: rotary positions go on, and this package is for going on.
+that make the architecture, with their values, or true. The context length of the published weights
+is not among them: rotary positions extend beyond it, which is the purpose of this package.
 """
 
 import importlib.resources
@@ -20,20 +20,21 @@ class Preset:
     source: str
     num_parameters: int
     vocab_size: int
-    """Rows of the embedding: tokens of its tokenizer, and rows that no token uses."""
+    """Rows of the embedding: the tokenizer's tokens, and rows that no token uses."""
     flags: Mapping[str, str | int | float | bool]
 
     @property
     def argv(self) -> list[str]:
-        """The flags as a command line has them."""
+        """The flags as words of a command line."""
         words = []
         for name, value in self.flags.items():
-            words += [name] if value is True else [name, str(value)]
+            words += [name] if value is True else [name, str(value)]  # true is a flag without value
         return words
 
 
 def preset_names() -> list[str]:
-    """All there are, sorted."""
+    """Names of all presets, sorted."""
+    # Not os.listdir: the package may be installed as an archive.
     files = importlib.resources.files(__name__).iterdir()
     return sorted(f.name.removesuffix(".json") for f in files if f.name.endswith(".json"))
 

@@ -1,9 +1,13 @@
-"""Full sharding of a run: every rank keeps and updates its rows of all parameters."""
+"""Full sharding with PyTorch's FSDP2: every rank keeps and updates its rows of all parameters.
+
+:class:`FullSharding` is the implementation for training steps, :func:`shard_model` wraps a model,
+:func:`build_adam` builds its optimizer; norms and clipping over all ranks follow at the end.
+"""
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -21,18 +25,19 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from typing_extensions import override
 
 from megatron_untied.config.run import OptimizationConfig, RunConfig
 from megatron_untied.platform import device
 from megatron_untied.sharding.initialize_weights import initialize_shards
-from megatron_untied.sharding.interface import ModelProvider
+from megatron_untied.sharding.interface import ModelProvider, Sharding
 from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.sharding.shards import RowShards
 from megatron_untied.step_progress import StepProgress
 
 
-class FullSharding:
-    """PyTorch's FSDP2 with torch's AdamW on the fp32 rows. See :class:`Sharding`."""
+class FullSharding(Sharding):
+    """PyTorch's FSDP2 with torch's AdamW on the fp32 rows."""
 
     def __init__(
         self,
@@ -42,7 +47,7 @@ class FullSharding:
         progress: StepProgress,
     ):
         with torch.device("meta"):  # no rank ever holds the whole model
-            # In the precision that its kernel is chosen for; its rows are fp32 all the same.
+            # In the dtype that its kernel is chosen for; shard_model makes the rows fp32.
             self.model = model_provider(config, groups, progress)
         self.layouts = parameter_layouts(
             self.model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
@@ -61,24 +66,23 @@ class FullSharding:
         initialize_shards(self.shards, self.layouts, config.model, config.seed)
 
     @property
+    @override
     def param_groups(self) -> list[dict]:
-        """See :class:`Sharding`."""
         return self.adam.param_groups
 
+    @override
     def zero_grad(self) -> None:
-        """See :class:`Sharding`."""
         self.adam.zero_grad()
 
+    @override
     def no_sync(self) -> AbstractContextManager:
-        """Nothing is put off: each micro-batch reduces its gradients and adds them to the rows.
-
-        To reduce once would keep whole fp32 gradients of all layers, 4 bytes a parameter.
-        """
+        # Each micro-batch reduces its gradients and adds them to the rows. Reducing once per step
+        # would keep whole fp32 gradients of all layers: 4 bytes per parameter.
         return contextlib.nullcontext()
 
+    @override
     @torch.no_grad()
     def step(self) -> tuple[bool, Tensor]:
-        """See :class:`Sharding`."""
         gradients = {
             name: parameter.grad.to_local()
             for name, parameter in self._parameters.items()
@@ -88,7 +92,7 @@ class FullSharding:
         all_reduce_gradients_(
             [gradients[name] for name in gradients if name in copies.partial], groups.tp
         )
-        # What every tensor-parallel rank has counts on the first.
+        # A parameter that all tensor-parallel ranks hold counts once in the norm: on the first.
         counted = [
             gradient
             for name, gradient in gradients.items()
@@ -116,7 +120,7 @@ def build_adam(model: nn.Module, config: OptimizationConfig) -> torch.optim.Adam
         eps=config.adam_eps,
         fused=True,
     )
-    for parameter in trained:  # torch makes them in the first step: too late to load them
+    for parameter in trained:  # torch would create them in the first step, after a checkpoint loads
         rows = parameter.to_local()
         adam.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=rows.device),
@@ -129,9 +133,9 @@ def build_adam(model: nn.Module, config: OptimizationConfig) -> torch.optim.Adam
 def shard_model(
     model: GPTModel, group: ProcessGroup, *, compute_dtype: torch.dtype, offload: bool
 ) -> None:
-    """Cut parameters on the meta device into rows and allocate this rank's, in fp32.
+    """Shard parameters on the meta device by rows and allocate this rank's rows in fp32.
 
-    The values are not set, and megatron-core's attributes on parameters are gone afterwards.
+    Values are not set. Megatron-core's attributes on parameters are lost.
 
     Args:
         model: megatron-core's GPT with a module ``loss`` that is called with the hidden states.
@@ -143,7 +147,7 @@ def shard_model(
         assert parameter.is_meta, f"{name} was allocated as a whole"
     assert not list(model.buffers()), "a buffer would be left without a value"
     here = device.current_device()
-    with unset_fake_temporarily():  # a mesh is made of numbers, also where a trace fakes tensors
+    with unset_fake_temporarily():  # a mesh reads real rank numbers, also under a trace
         mesh = DeviceMesh.from_group(group, here.type)
     shard = functools.partial(
         fully_shard,
@@ -154,7 +158,11 @@ def shard_model(
         offload_policy=CPUOffloadPolicy(here.type == "cuda") if offload else OffloadPolicy(),
     )
     _widen(model)
-    for unit in _units(model):
+    # Modules in one list are gathered together; the loss uses the output layer's matrix.
+    lookup, output = [model.embedding], [model.output_layer, model.loss]
+    tied = model.share_embeddings_and_output_weights
+    layers = [[layer] for layer in model.decoder.layers]
+    for unit in layers + ([lookup + output] if tied else [lookup, output]):
         shard(unit)
     shard(model)
     _schedule_collectives(model)
@@ -169,36 +177,31 @@ def _widen(model: nn.Module) -> None:
             setattr(module, name, wide)
 
 
-def _units(model: GPTModel) -> Iterator[list[nn.Module]]:
-    """Modules whose weights are gathered together."""
-    yield from ([layer] for layer in model.decoder.layers)
-    lookup, output = [model.embedding], [model.output_layer, model.loss]
-    yield from [lookup + output] if model.share_embeddings_and_output_weights else [lookup, output]
-
-
 def _schedule_collectives(model: GPTModel) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    # Their backward reads no weights: a lookup's gradient needs indices, and the loss computes its
+    # gradients during forward.
     model.embedding.set_unshard_in_backward(False)
     model.loss.set_unshard_in_backward(False)
-    # In backward it is one ahead by itself.
-    for this, following in itertools.pairwise([model.embedding, *model.decoder.layers]):
-        this.set_modules_to_forward_prefetch([following])
+    # Only for forward: in backward FSDP2 prefetches the next unit by itself.
+    for module, next_module in itertools.pairwise([model.embedding, *model.decoder.layers]):
+        module.set_modules_to_forward_prefetch([next_module])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallelCopies:
-    """Names of parameters that every tensor-parallel rank holds all of."""
+    """Names of parameters that every tensor-parallel rank holds as a whole."""
 
     names: frozenset[str]
     partial: frozenset[str]
-    """Those of whose gradient each rank has a part only: it saw its tokens or its heads."""
+    """Those with a partial gradient per rank, of its own tokens or heads, to be summed."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "TensorParallelCopies":
-        """Reads megatron-core's marks, which sharding drops: ``model`` is bare."""
+        """Read megatron-core's marks, which sharding drops: ``model`` must be bare."""
         names = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -215,9 +218,10 @@ class TensorParallelCopies:
 
 
 def all_reduce_gradients_(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Sum each gradient over ``group``, in one exchange; they may be on the host."""
+    """Sum each gradient over ``group``, in one all-reduce; they may be on the host."""
     if not gradients or group.size() == 1:
         return
+    # Norms are small: one flat copy costs less than a collective for each.
     flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device.current_device())
     dist.all_reduce(flat, group=group)
     parts = flat.split([gradient.numel() for gradient in gradients])
@@ -226,7 +230,7 @@ def all_reduce_gradients_(gradients: Sequence[Tensor], group: ProcessGroup) -> N
 
 
 def global_norm(gradients: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> Tensor:
-    """L2 norm, fp64 [], of what lies on the ranks of ``groups``, each element on one of them."""
+    """L2 norm, fp64 [], of gradients spread over ``groups``, each element on one rank."""
     squares = torch.zeros((), dtype=torch.float64, device=device.current_device())
     if gradients:
         norms = torch.stack(torch._foreach_norm(gradients))
@@ -237,8 +241,8 @@ def global_norm(gradients: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> 
 
 
 def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
-    """Scale gradients of norm ``norm`` down to ``limit`` (0 is none), in Megatron's way."""
+    """Scale gradients of norm ``norm`` down to ``limit`` (0 is none), by Megatron's formula."""
     if gradients and limit:
-        # Multiplied whatever it is: to ask would make the host wait for the device.
+        # Always multiplied: reading the norm would make the host wait for the device.
         scale = (limit / (norm + 1e-6)).clamp(max=1.0).to(gradients[0])
         torch._foreach_mul_(gradients, scale)

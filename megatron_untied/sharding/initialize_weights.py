@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_untied.config import ModelConfig
@@ -17,7 +16,7 @@ from megatron_untied.sharding.parameter_layout import (
 from megatron_untied.sharding.shards import ModelShards, Shards
 
 BLOCK_ELEMENTS = 1 << 20
-"""Elements drawn at a time, in fp32 on the host: 4 MiB. Part of the definition of the weights."""
+"""Elements drawn at a time, in fp32 on the host: 4 MiB. Another value gives other weights."""
 
 
 def initialize_weights(
@@ -39,9 +38,9 @@ def initialize_weights(
 def initialize_shards(
     shards: Shards, layouts: Mapping[str, ParameterLayout], model_config: ModelConfig, seed: int
 ) -> None:
-    """Fill what this rank holds of every parameter with its part of the same model."""
+    """Fill this rank's part of every parameter; see :func:`initialize_weights`."""
     for shard in shards.shards(with_moments=False):
-        shard.value.zero_()
+        shard.value.zero_()  # vocabulary padding, which no global slice covers, stays 0
         layout = layouts[shard.name]
         fill_slices(layout.global_slices(shard.value, shard.slices), layout, model_config, seed)
 
@@ -49,13 +48,16 @@ def initialize_shards(
 def fill_slices(
     slices: Iterable[GlobalSlice], layout: ParameterLayout, model_config: ModelConfig, seed: int
 ) -> None:
-    """Write a parameter's initial values into the slices of it that this rank holds."""
+    """Write initial values into the slices of one parameter that this rank holds."""
     if layout.name.endswith("bias"):
         std, mean = 0.0, 0.0
     elif len(layout.global_shape) == 1:  # a norm
         std, mean = 0.0, 1.0
     else:
-        std, mean = _standard_deviation(layout.name, model_config), 0.0
+        std, mean = model_config.init_method_std, 0.0
+        if layout.name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+            # These add to the residual, twice per layer: its variance stays bounded with depth.
+            std /= math.sqrt(2 * model_config.num_layers)
     for part in slices:
         if std:
             _draw(part, layout, std, seed)
@@ -63,30 +65,22 @@ def fill_slices(
             part.tensor.fill_(mean)
 
 
-def _standard_deviation(name: str, config: ModelConfig) -> float:
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return config.init_method_std / math.sqrt(2 * config.num_layers)
-    return config.init_method_std
-
-
 def _draw(part: GlobalSlice, layout: ParameterLayout, std: float, seed: int) -> None:
-    """Fill one part of a matrix, a block of global rows at a time.
+    """Fill a slice of a matrix, one block of global rows at a time.
 
-    Every block has a generator of its own, so a rank draws only the blocks that it has rows of.
+    Each block has a generator of its own, so a rank draws only the blocks of its own rows.
     """
     rows, columns = layout.global_shape
     block_rows = max(1, BLOCK_ELEMENTS // columns)
     first, stop = part.offsets[0], part.offsets[0] + part.tensor.size(0)
     for block in range(first // block_rows, -(-stop // block_rows)):
         start = block * block_rows
-        values = _block(layout.name, block, seed, (min(block_rows, rows - start), columns)) * std
+        # Python's own hash of a string differs between processes.
+        digest = hashlib.sha256(f"{seed}/{layout.name}/{block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+        shape = min(block_rows, rows - start), columns
+        values = torch.randn(shape, generator=generator) * std
         low, high = max(first, start), min(stop, start + values.size(0))
         left = part.offsets[1]
         held = values[low - start : high - start, left : left + part.tensor.size(1)]
         part.tensor[low - first : high - first].copy_(held)
-
-
-def _block(name: str, block: int, seed: int, shape: tuple[int, int]) -> Tensor:
-    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-    return torch.randn(shape, generator=generator)

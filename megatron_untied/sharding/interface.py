@@ -1,4 +1,4 @@
-"""What a step needs of the way in which ranks share a model; there are two ways."""
+"""The interface between a training step and the way in which ranks share a model."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -8,22 +8,22 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_untied.config.run import RunConfig
-from megatron_untied.model import UntiedGPTModel
+from megatron_untied.gpt_model import UntiedGPTModel
 from megatron_untied.sharding.parameter_layout import ParameterLayout
 from megatron_untied.sharding.shards import Shards
 from megatron_untied.step_progress import StepProgress
 
 ModelProvider = Callable[[RunConfig, ProcessGroupCollection, StepProgress], UntiedGPTModel]
 """Builds the bare model of this tensor-parallel rank on the default device; its weights are drawn
-later. The model states its phases to the progress object of the run."""
+later. The model reports its phases to the progress object of the run."""
 
 
 class Sharding(Protocol):
     """A model, its gradients and its AdamW, shared by the data- and context-parallel ranks.
 
-    :class:`~megatron_untied.sharding.zero1.MegatronSharding` has whole weights and gradients on
-    every rank; :class:`~megatron_untied.sharding.fsdp2.FullSharding` a share of each.
-    Collective over all ranks, calls included.
+    :class:`~megatron_untied.sharding.zero1.MegatronSharding` keeps whole weights and gradients
+    on every rank; :class:`~megatron_untied.sharding.fsdp2.FullSharding` a share of each.
+    Construction and every call are collective over all ranks.
     """
 
     model: nn.Module
@@ -34,13 +34,13 @@ class Sharding(Protocol):
     shards: Shards
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Clear the gradients of the previous step."""
 
     def no_sync(self) -> AbstractContextManager:
-        """Around a forward and backward after which others follow before the next step."""
+        """Context for a forward and backward that is not the last one before the next step."""
 
     def step(self) -> tuple[bool, float | Tensor]:
-        """Finish, measure and clip the gradients and update.
+        """Finish and clip the gradients, then update the weights.
 
         Returns:
             Whether there was an update, and the gradient's norm before clipping.

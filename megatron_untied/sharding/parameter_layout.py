@@ -1,8 +1,8 @@
-"""Where the part of a parameter that a rank holds lies in the whole model's parameter.
+"""Maps the part of a parameter that a rank holds to the parameter of the whole model.
 
 The global tensor is the logical one, the same for every sharding: the vocabulary is not padded, and
 a SwiGLU's gate and up projections are rows [0, f) and [f, 2f) of one [2f, m] tensor, whatever the
-tensor-parallel size. Initial weights, checkpoints and conversions speak of global tensors only.
+tensor-parallel size. Initial weights, checkpoints and conversions use global tensors only.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from megatron_untied.config import ModelConfig
 from megatron_untied.sharding.tensor_slice import TensorSlice
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Parameters with one row a token, padded at the end; tied embeddings have only the first."""
+"""Parameters with one row per token, padded at the end; tied embeddings have only the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SliceMapping:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterLayout:
-    """One parameter: its global shape and the mappings that this tensor-parallel rank holds.
+    """One parameter: its global shape, and the slices of it that this tensor-parallel rank holds.
 
     Rows of vocabulary padding are in no mapping.
     """
@@ -45,8 +45,6 @@ class ParameterLayout:
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     mappings: tuple[SliceMapping, ...]
-    is_copy: bool
-    """Whether every tensor-parallel rank holds all of it."""
 
     @property
     def whole(self) -> TensorSlice:
@@ -74,6 +72,7 @@ class ParameterLayout:
             start += tensor_slice.numel
             for mapping in self.mappings:
                 if common := tensor_slice.intersect(mapping.local):
+                    # The same elements by their place in the memory held, and in the global tensor.
                     in_slice = common.shifted([-offset for offset in tensor_slice.offsets])
                     in_mapping = common.shifted([-o for o in mapping.local.offsets])
                     offsets = in_mapping.shifted(mapping.global_offsets).offsets
@@ -95,7 +94,10 @@ def parameter_layouts(
         name: parameter_layout(
             name,
             tuple(parameter.shape),
-            partition_dim=_partition_dim(parameter),
+            # Megatron-core sets partition_dim on unsplit parameters too, to -1.
+            partition_dim=parameter.partition_dim
+            if getattr(parameter, "tensor_model_parallel", False)
+            else None,
             stride=getattr(parameter, "partition_stride", 1),
             num_rows=config.vocab_size if name in VOCABULARY_PARAMETERS else None,
             tp_rank=tp_rank,
@@ -140,15 +142,14 @@ def parameter_layout(
         global_shape=tuple(global_shape),
         local_shape=local_shape,
         mappings=tuple(mappings),
-        is_copy=partition_dim is None,
     )
 
 
 def _assert_partition_is_marked(model: torch.nn.Module) -> None:
-    """A split weight without megatron-core's mark would pass as a copy on every rank.
+    """Assert that split weights are marked: without the mark one would be taken for a copy.
 
-    Megatron-core marks weights while initializing them only: build models with
-    ``perform_initialization=True`` (and an ``init_method`` that does nothing, to save the time).
+    Megatron-core marks weights only while it initializes them: build models with
+    ``perform_initialization=True``, and with an ``init_method`` that does nothing to save the time.
     """
     splits = ("output_size", "input_size", "num_embeddings")
     for name, module in model.named_modules():
@@ -159,25 +160,20 @@ def _assert_partition_is_marked(model: torch.nn.Module) -> None:
             )
 
 
-def _partition_dim(parameter: Tensor) -> int | None:
-    is_split = getattr(parameter, "tensor_model_parallel", False)
-    return parameter.partition_dim if is_split else None
-
-
 def _strided_mappings(
     local_shape: tuple[int, ...], dim: int, stride: int, tp_rank: int, tp_size: int
 ) -> list[SliceMapping]:
     width, remainder = divmod(local_shape[dim], stride)
     assert not remainder, f"{local_shape[dim]} rows do not split into {stride} blocks"
     zeros, sizes = (0,) * len(local_shape), (*local_shape[:dim], width, *local_shape[dim + 1 :])
-
-    def at(position: int) -> tuple[int, ...]:
-        return (*zeros[:dim], position, *zeros[dim + 1 :])
-
-    return [
-        SliceMapping(TensorSlice(at(block * width), sizes), at((block * tp_size + tp_rank) * width))
-        for block in range(stride)
-    ]
+    mappings = []
+    for block in range(stride):
+        # Locally the blocks follow each other; globally each is followed by the other ranks' part.
+        local, in_global = block * width, (block * tp_size + tp_rank) * width
+        local_offsets = (*zeros[:dim], local, *zeros[dim + 1 :])
+        global_offsets = (*zeros[:dim], in_global, *zeros[dim + 1 :])
+        mappings.append(SliceMapping(TensorSlice(local_offsets, sizes), global_offsets))
+    return mappings
 
 
 def _without_padding(mapping: SliceMapping, num_rows: int) -> SliceMapping | None:

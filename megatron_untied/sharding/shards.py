@@ -1,4 +1,8 @@
-"""What a rank holds of the training state, whatever holds it: the seam for sharding modes."""
+"""This rank's part of the training state, in one form for every kind of sharding.
+
+Checkpoints and initial weights read and write the state only through these classes. The one for
+megatron-core's optimizers is in ``zero1.py``.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,16 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
 
 from megatron_untied.sharding.tensor_slice import TensorSlice
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's, one value a weight each."""
+"""Adam's moments, each of one value per weight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """What this rank holds of one parameter, alive: writing into it changes the training state."""
+    """This rank's part of one parameter; writing to its tensors changes the training state."""
 
     name: str
     slices: tuple[TensorSlice, ...]
@@ -30,25 +35,25 @@ class Shard:
 
 
 class Shards(Protocol):
-    """All that a rank holds of a bare model's weights and of their optimizer's state."""
+    """This rank's part of a bare model's weights and of their optimizer's state."""
 
     has_moments: bool
-    """Whether anything is trained."""
+    """Whether there is an optimizer."""
 
     def shards(self, *, with_moments: bool) -> Iterator[Shard]:
-        """Every parameter that this rank holds a part of; makes moments that do not exist yet."""
+        """Each parameter that this rank holds a part of; creates moments that do not exist yet."""
 
     def step(self) -> int | None:
-        """Updates done so far, the same for every parameter; None where nothing is trained."""
+        """Updates done so far, the same for every parameter; None without an optimizer."""
 
     def set_step(self, step: int) -> None:
         """Continue after ``step`` updates, once there are moments."""
 
     def sync_model_params(self) -> None:
-        """Make the model compute with values that were written; collective over all ranks."""
+        """Make the model compute with the values written to shards; collective over all ranks."""
 
 
-class ModelShards:
+class ModelShards(Shards):
     """A bare model without an optimizer, for evaluation and conversion."""
 
     has_moments = False
@@ -56,44 +61,50 @@ class ModelShards:
     def __init__(self, model: torch.nn.Module):
         self._model = model
 
+    @override
     def shards(self, *, with_moments: bool) -> Iterator[Shard]:
-        """Every parameter, itself."""
         assert not with_moments, "no optimizer, no moments"
         for name, parameter in self._model.named_parameters():
             whole = TensorSlice((0,) * parameter.dim(), tuple(parameter.shape))
             yield Shard(name=name, slices=(whole,), value=parameter.detach(), moments={})
 
+    @override
     def step(self) -> None:
-        """Nothing counts."""
+        return None
 
+    @override
     def set_step(self, step: int) -> None:
-        """There is nothing to count."""
         raise AssertionError("no optimizer, no step")
 
+    @override
     def sync_model_params(self) -> None:
-        """Nothing to copy: the values are the parameters."""
+        pass  # the values are the parameters themselves
 
 
-class RowShards:
+class RowShards(Shards):
     """A model after ``fsdp.shard_model`` and the Adam of its trained parameters."""
 
     has_moments = True
 
     def __init__(self, model: nn.Module, adam: torch.optim.Adam, group: ProcessGroup):
-        """``group``: the ranks that share the rows; ``adam`` has its moments already."""
+        """``group``: the ranks that share the rows. ``adam`` must have its moments already."""
         self._model, self._adam, self._group = model, adam, group
-        # Now: while weights are gathered, the model's parameters are other tensors.
+        # Stored now: while weights are gathered, the model's parameters are other tensors.
         self._parameters = dict(model.named_parameters())
 
+    @override
     @torch.no_grad()
     def shards(self, *, with_moments: bool) -> Iterator[Shard]:
-        """This rank's rows of every parameter. Moments of a frozen one are zeros made for it."""
         for name, parameter in self._parameters.items():
-            rows = parameter.to_local()
+            rows = parameter.to_local()  # [rows of this rank, ...]
+            # FSDP2 splits dimension 0 as torch.chunk does: the last ranks may have no rows.
+            start = self._group.rank() * -(-parameter.size(0) // self._group.size())
+            place = TensorSlice((start, *(0,) * (rows.dim() - 1)), tuple(rows.shape))
+            # Checkpoints expect moments of every parameter; those of a frozen one are zeros.
             state = self._adam.state.get(parameter) if with_moments else None
             yield Shard(
                 name=name,
-                slices=self._boxes(parameter, rows),
+                slices=(place,) if rows.numel() else (),
                 value=rows,
                 moments={
                     moment: state[moment].to_local() if state else torch.zeros_like(rows)
@@ -102,24 +113,18 @@ class RowShards:
                 },
             )
 
+    @override
     def step(self) -> int:
-        """Updates done so far, the same for every parameter."""
         return int(next(iter(self._adam.state.values()))["step"])
 
+    @override
     def set_step(self, step: int) -> None:
-        """Continue after ``step`` updates."""
         for state in self._adam.state.values():
             state["step"].fill_(step)
 
+    @override
     def sync_model_params(self) -> None:
-        """Drop what is gathered: the next forward gathers the rows as they are now."""
+        # Frees gathered weights, which are stale now; the next forward gathers the new rows.
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def _boxes(self, parameter: Tensor, rows: Tensor) -> tuple[TensorSlice, ...]:
-        """Where ``rows`` lie in the parameter, which is cut as ``torch.chunk`` does it."""
-        if not rows.numel():
-            return ()
-        start = self._group.rank() * -(-parameter.size(0) // self._group.size())
-        return (TensorSlice((start, *(0,) * (rows.dim() - 1)), tuple(rows.shape)),)

@@ -1,4 +1,4 @@
-"""Axis-aligned parts of tensors, and flat ranges as such parts."""
+"""Slices of tensors, each an offset and a size per dimension, and flat ranges as such slices."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """An axis-aligned part of a tensor."""
+    """The elements [offset, offset + size) in every dimension of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -20,28 +20,32 @@ class TensorSlice:
         return math.prod(self.sizes)
 
     def intersect(self, other: "TensorSlice") -> "TensorSlice | None":
-        """The part in both slices, or None where there is none."""
+        """The elements in both slices; None if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
-        stops = map(min, self._stops(), other._stops())
-        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        sizes = tuple(
+            min(a + m, b + n) - start
+            for start, a, m, b, n in zip(
+                starts, self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+            )
+        )
         return TensorSlice(starts, sizes) if min(sizes) > 0 else None
 
     def shifted(self, by: Sequence[int]) -> "TensorSlice":
-        """The same slice, ``by`` further along each dimension."""
+        """The same slice with ``by`` added to its offsets."""
         return TensorSlice(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
 
     def view(self, x: Tensor) -> Tensor:
-        """The part of ``x``."""
+        """The slice of ``x``, as a view of its memory."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             x = x.narrow(dim, offset, size)
         return x
 
-    def _stops(self) -> Iterator[int]:
-        return (offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
-
 
 def slices_of_flat_range(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorSlice]:
-    """Elements [start, stop) of a row-major tensor as slices, in order: at most 3 for a matrix."""
+    """Elements [start, stop) of a row-major tensor as slices, in order: at most 3 for a matrix.
+
+    A matrix has the end of one row, whole rows, and the beginning of another.
+    """
     if start >= stop:
         return
     if len(shape) == 1:

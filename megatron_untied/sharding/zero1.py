@@ -1,4 +1,9 @@
-"""Megatron-core's data-parallel wrapper, optimizer and schedule, configured."""
+"""ZeRO-1 with megatron-core: whole weights and gradients per rank, optimizer states sharded.
+
+:class:`MegatronSharding` puts together megatron-core's data-parallel wrapper and optimizer;
+:class:`OptimizerShards` reads and writes their state. :func:`build_scheduler` builds the learning
+rate schedule, for both kinds of sharding.
+"""
 
 import math
 from collections.abc import Iterator
@@ -21,21 +26,22 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from typing_extensions import override
 
 from megatron_untied.config.run import RunConfig
 from megatron_untied.platform import device
 from megatron_untied.sharding.initialize_weights import initialize_shards, initialize_weights
 from megatron_untied.sharding.interface import ModelProvider, Sharding
 from megatron_untied.sharding.parameter_layout import parameter_layouts
-from megatron_untied.sharding.shards import MOMENTS, Shard
-from megatron_untied.sharding.tensor_slice import TensorSlice, slices_of_flat_range
+from megatron_untied.sharding.shards import MOMENTS, Shard, Shards
+from megatron_untied.sharding.tensor_slice import slices_of_flat_range
 from megatron_untied.step_progress import StepProgress
 
 
-class MegatronSharding:
-    """Whole weights and gradients on every rank; with the distributed optimizer it updates a part.
+class MegatronSharding(Sharding):
+    """Whole weights and gradients on every rank.
 
-    See :class:`Sharding`.
+    With the distributed optimizer each rank updates its part of them, else all.
     """
 
     def __init__(
@@ -57,36 +63,36 @@ class MegatronSharding:
         self.optimizer = build_optimizer(self.model, config, groups)
         self.shards = OptimizerShards(self.optimizer, bare_model)
         if config.precision.bf16:
-            # Main weights were copied from the model's; they need not be as coarse.
+            # The fp32 main weights were copied from bf16: draw them again in full precision.
             initialize_shards(self.shards, self.layouts, config.model, config.seed)
 
     @property
+    @override
     def param_groups(self) -> list[dict]:
-        """See :class:`Sharding`."""
         return self.optimizer.param_groups
 
+    @override
     def zero_grad(self) -> None:
-        """See :class:`Sharding`."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    @override
     def no_sync(self) -> AbstractContextManager:
-        """Gradients are reduced once a step, in its last backward."""
         return self.model.no_sync()
 
     def finish_gradients(self) -> None:
-        """Sum what tensor-parallel ranks have of one gradient; wait for all reductions."""
+        """Wait for the reductions; sum partial gradients over the tensor-parallel ranks."""
         finalize_model_grads([self.model], pg_collection=self._groups)
 
+    @override
     def step(self) -> tuple[bool, float]:
-        """See :class:`Sharding`."""
         self.finish_gradients()
         updated, norm, _ = self.optimizer.step()
         return updated, norm
 
 
 def require_all_trained(model: MegatronModule) -> None:
-    """Refuse frozen parameters: megatron-core's optimizer does not know them, nor would a load.
+    """Refuse frozen parameters, which megatron-core's optimizer neither saves nor loads.
 
     Raises:
         ValueError: with the first of them.
@@ -94,7 +100,7 @@ def require_all_trained(model: MegatronModule) -> None:
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
         raise ValueError(
-            f"{len(frozen)} parameters are frozen, {frozen[0]} the first, and megatron-core's "
+            f"{len(frozen)} parameters are frozen, the first is {frozen[0]}; megatron-core's "
             "optimizer neither saves nor loads what it does not update; give --use-torch-fsdp2, "
             "which does, or leave requires_grad on"
         )
@@ -137,7 +143,7 @@ def build_optimizer(
             adam_beta1=optimization.adam_beta1,
             adam_beta2=optimization.adam_beta2,
             adam_eps=optimization.adam_eps,
-            # Without a limit it would not report the norm either.
+            # 0 would turn off the norm's computation, not only the clipping.
             clip_grad=optimization.clip_grad or math.inf,
             use_distributed_optimizer=optimization.use_distributed_optimizer,
             bf16=config.precision.bf16,
@@ -150,7 +156,7 @@ def build_optimizer(
 
 
 def build_scheduler(sharding: Sharding, config: RunConfig) -> OptimizerParamScheduler:
-    """The learning rate as a function of consumed samples; sets the first one.
+    """The learning rate as a function of consumed samples; sets its first value.
 
     Iterations become samples as in Megatron, so that ``step(increment=samples)`` and a checkpoint's
     ``num_steps`` mean the same in both.
@@ -174,18 +180,14 @@ def build_scheduler(sharding: Sharding, config: RunConfig) -> OptimizerParamSche
 
 
 class HeldRange(NamedTuple):
-    """A flat range of a parameter, from ``start``, and the fp32 values that are updated for it."""
+    """A flat range of a parameter from ``start``, and the fp32 main values of it."""
 
     start: int
     main: Tensor
 
-    def slices(self, shape: torch.Size) -> tuple[TensorSlice, ...]:
-        """The range as slices of the parameter."""
-        return tuple(slices_of_flat_range(shape, self.start, self.start + self.main.numel()))
 
-
-class OptimizerShards:
-    """What a megatron-core Adam, distributed or not, updates of one bare model."""
+class OptimizerShards(Shards):
+    """The state of megatron-core's Adam, distributed or not, for one bare model."""
 
     has_moments = True
 
@@ -195,36 +197,35 @@ class OptimizerShards:
         self._optimizer, self._model = optimizer, model
         self._held = _main_values(optimizer, model)
 
+    @override
     def shards(self, *, with_moments: bool) -> Iterator[Shard]:
-        """Every parameter that this rank updates a part of; makes moments that do not exist yet."""
         if with_moments:
             step = self.step()
             self._optimizer.init_state_fn(self._optimizer.optimizer, self._optimizer.config)
-            self.set_step(step)  # torch's Adam takes moments without a step for its own
+            self.set_step(step)  # torch's Adam requires a step beside moments
         for name, parameter in self._model.named_parameters():
             if held := self._held.get(parameter):
                 state = self._optimizer.optimizer.state[held.main] if with_moments else {}
+                stop = held.start + held.main.numel()
                 yield Shard(
                     name=name,
-                    slices=held.slices(parameter.shape),
+                    slices=tuple(slices_of_flat_range(parameter.shape, held.start, stop)),
                     value=held.main.detach(),
                     moments={key: state[key] for key in MOMENTS if with_moments},
                 )
 
+    @override
     def step(self) -> int:
-        """Updates done so far, the same for every parameter."""
         adam = self._optimizer.optimizer
         counters = [*adam.state.values(), *adam.param_groups]  # torch's Adam, fused Adams
         steps = {int(counter["step"]) for counter in counters if "step" in counter}
         assert len(steps) <= 1, f"parameters at different steps: {sorted(steps)}"
         return steps.pop() if steps else 0
 
+    @override
     def set_step(self, step: int) -> None:
-        """Continue after ``step`` updates, once there are moments.
-
-        torch's Adam counts in a tensor of its own for every parameter, on the host unless its
-        kernel is fused or captured; the fused Adams of Transformer Engine and Apex in the group.
-        """
+        # torch's Adam counts in one tensor per parameter, on the host unless its kernel is fused or
+        # captured; the fused Adams of Transformer Engine and Apex count in the group.
         adam = self._optimizer.optimizer
         for group in adam.param_groups:
             if not isinstance(adam, torch.optim.Adam):
@@ -232,14 +233,12 @@ class OptimizerShards:
                 continue
             on_device = group["capturable"] or group["fused"]
             for main in group["params"]:
-                device = main.device if on_device else "cpu"
-                adam.state[main]["step"] = torch.tensor(float(step), device=device)
+                place = main.device if on_device else "cpu"
+                adam.state[main]["step"] = torch.tensor(float(step), device=place)
 
+    @override
     def sync_model_params(self) -> None:
-        """Copy main values into the model's parameters, on every data-parallel rank.
-
-        Collective over the data-parallel group, context-parallel ranks included.
-        """
+        # Main values go to this rank's part of the parameters, then to all data-parallel ranks.
         if not isinstance(self._optimizer, FP32Optimizer):
             self._optimizer._copy_main_params_to_model_params()
         if isinstance(self._optimizer, DistributedOptimizer):
@@ -248,11 +247,11 @@ class OptimizerShards:
 
 
 def _main_values(optimizer: MegatronOptimizer, model: torch.nn.Module) -> dict[Tensor, HeldRange]:
-    """What the optimizer updates on this rank, by the model's parameter."""
+    """The fp32 main values on this rank, by the model's parameter."""
     if not isinstance(optimizer, DistributedOptimizer):
         return {p: HeldRange(0, getattr(p, "main_param", p)) for p in model.parameters()}
-    # Not optimizer._get_main_param_and_optimizer_states: where a group has parameters of two dtypes
-    # (fp32 norms in a bf16 model) it counts them in another order than the list it takes them from.
+    # Not optimizer._get_main_param_and_optimizer_states: for a group with parameters of two dtypes
+    # (fp32 norms in a bf16 model) it counts in another order than that of the list it indexes.
     pairs = (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),

@@ -71,8 +71,7 @@ class MemoryPlan:
         """
         held: Held = {}
         if not first_step:
-            for _ in self._step(held):
-                pass
+            self._enter(Phase.QKV_BACKWARD, 0, held)
         yield from self._step(held)
 
     def taken(self, phase: Phase, layer: int) -> tuple[Buffer, ...]:

@@ -5,7 +5,6 @@ collectives are fakes that only allocate what the real ones do.
 """
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.kernels.traced import TracedFlashAttention3
-from megatron_untied.model import UntiedGPTModel, build_model
+from megatron_untied.gpt_model import UntiedGPTModel
+from megatron_untied.model import Runtime, build_model
 from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.platform.device import current_device
 from megatron_untied.sharding.shards import Shard
@@ -112,9 +112,7 @@ class StepTracer:
             config.memory,
             config.precision,
             groups,
-            kernel=self.kernel,
-            arena=self.arena,
-            progress=progress,
+            runtime=Runtime(kernel=self.kernel, arena=self.arena, progress=progress),
         )
 
     def _keep_on_host(self, train_state: TrainState, shards: list[Shard]) -> None:
@@ -137,6 +135,11 @@ class StepTracer:
 
     def _result(self, model: nn.Module, model_state_bytes: int) -> StepTrace:
         counter = self.kernel.counter
+        attention = [module for module in model.modules() if hasattr(module, "ulysses")]
+        sent_bytes = sum(module.ulysses.exchange.counter.sent_bytes for module in attention)
+        ring = attention[0].context.ring  # one for all layers
+        if ring is not None:
+            sent_bytes += ring.counter.sent_bytes
         return StepTrace(
             peak_by_phase=self.live.peaks,
             peak_phase=self.live.peak_phase,
@@ -145,7 +148,7 @@ class StepTracer:
             host_bytes=self.arena.reserved_bytes + self.live.host_bytes,
             attention_forward_calls_per_layer=counter.forward_calls / self.calls_in_forward,
             attention_flops=counter.flops,
-            exchange_bytes_per_layer=_sent_bytes(model) // self.config.model.num_layers,
+            exchange_bytes_per_layer=sent_bytes // self.config.model.num_layers,
         )
 
 
@@ -155,25 +158,19 @@ def trace_step(config: RunConfig, *, world_size: int, rank: int = 0) -> StepTrac
     Makes and destroys the process groups of this process. Trace once per process: megatron-core
     keeps some tensors in module state, and a second trace would miss their allocation.
     """
-    with _fake_groups(config, world_size, rank) as groups:
-        return StepTracer(config).run(groups)
-
-
-@contextlib.contextmanager
-def _fake_groups(config: RunConfig, world_size: int, rank: int) -> Iterator[ProcessGroupCollection]:
-    """The groups of a rank whose collectives do nothing and return at once."""
+    # torch's "fake" backend: collectives do nothing and return at once.
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         groups = make_groups(config.parallel, config.distributed)
         with equal_ranks():
-            yield groups
+            return StepTracer(config).run(groups)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
 def _batches(config: RunConfig, groups: ProcessGroupCollection) -> list[Batch]:
-    """This rank's micro-batches of one step."""
+    """This rank's micro-batches of one step: [micro_batch_size, seq_length / context ranks]."""
     batch = config.batch
     shape = batch.micro_batch_size, batch.seq_length // groups.cp.size()
     return [
@@ -184,11 +181,3 @@ def _batches(config: RunConfig, groups: ProcessGroupCollection) -> list[Batch]:
         )
         for _ in range(batch.num_micro_batches(groups.dp.size()))
     ]
-
-
-def _sent_bytes(model: nn.Module) -> int:
-    """Bytes of all layers' exchanges, and of the ring that they share."""
-    attention = [module for module in model.modules() if hasattr(module, "ulysses")]
-    ring = attention[0].context.ring
-    sent = sum(module.ulysses.exchange.counter.sent_bytes for module in attention)
-    return sent + (ring.counter.sent_bytes if ring is not None else 0)

@@ -64,7 +64,7 @@ def _connect(launch: Launch) -> dist.Store:
         return dist.HashStore()
     host = os.environ["MASTER_ADDR"]  # noqa: TID251 - torchrun passes it in no other way
     say = sys.stderr.write if launch.local_rank == 0 else len
-    require_resolvable(host, "MASTER_ADDR", say=lambda line: say(f"{line}\n"))
+    require_resolvable(host, "MASTER_ADDR", warn=lambda line: say(f"{line}\n"))
     store, _, _ = next(
         rendezvous("env://", launch.rank, launch.world_size, timeout=RENDEZVOUS_TIMEOUT)
     )

@@ -12,10 +12,10 @@ RUN = "--world-size 8 --model llama3-8b --bf16 --seq-length 65536 --context-para
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--cp-heads-per-chunk auto", "auto is the planner's choice"),
-        ("--recompute-granularity auto", "auto is the planner's choice"),
-        ("--rank 8", "--rank 8 is none of the 8 ranks"),
-        ("--rank -1", "--rank -1 is none of the 8 ranks"),
+        ("--cp-heads-per-chunk auto", "auto depends on the memory of a machine"),
+        ("--recompute-granularity auto", "auto depends on the memory of a machine"),
+        ("--rank 8", "--rank 8 is not one of the 8 ranks: use 0 to 7"),
+        ("--rank -1", "--rank -1 is not one of the 8 ranks"),
         ("--json /dev/null/x.json", "/dev/null"),
         ("--seq-length 134217728 --recompute-granularity full", "give more ring ranks"),
     ],

@@ -5,8 +5,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_untied.checkpoint import global_tensor as module
 from megatron_untied.checkpoint.global_tensor import (
     GlobalTensor,
+    TensorReader,
     in_blocks,
-    read_tensors,
     write_tensors,
 )
 from megatron_untied.sharding.parameter_layout import GlobalSlice
@@ -38,7 +38,7 @@ def read(group, folder, dtype):
     """Every rank reads two overlapping, non-contiguous parts into ``dtype``."""
     held = torch.full((9, 9), -1, dtype=dtype)
     slices = [GlobalSlice((1, 1), held[:5, :3]), GlobalSlice((0, 4), held[:7, 8:])]
-    read_tensors(folder, {"x": GlobalTensor((7, 5), slices)})
+    TensorReader(folder).read({"x": GlobalTensor((7, 5), slices)})
     for part in slices:
         assert torch.equal(part.tensor, part_of(WHOLE, part).to(dtype))
     assert (held == -1).sum() == 81 - 15 - 7

@@ -291,7 +291,7 @@ def test_refuses_tensors_of_another_shape(saved, config):
     assert_refused(
         "does not fit this model",
         "model.decoder.layers.0.mlp.linear_fc1.weight is [56, 20], here [64, 20]",
-        "; and 9 more",
+        " and 9 more",
         ranks=1,
         config=config,
         model=model,

@@ -174,7 +174,7 @@ def test_notes_that_an_old_checkpoint_does_not_know_its_samples(tmp_path):
     config = CheckpointConfig(load=str(tmp_path), save=str(tmp_path))
     start = find_start(config, samples=SAMPLES)
     (note,) = start.notes
-    assert "does not record its training samples; the data goes on after 8 samples" in note
+    assert "does not record its training samples; the data continues after 8 samples" in note
     assert start.same_run
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_untied.config.data import DataConfig
+from megatron_untied.data import packed_documents
 from megatron_untied.data.datasets import build_datasets
 from megatron_untied.data.index_cache import cached_arrays
-from megatron_untied.data.packed_documents import PackedDocuments
 from tests.data.corpus import random_documents, write_token_files
 from tests.data.test_datasets import SEQ_LENGTH, TOKENIZER
 from tests.distributed import run_on_ranks
@@ -20,11 +20,11 @@ def built_on(group, data_paths, caches, local_ranks=(0, 0), seq_length=SEQ_LENGT
     """Samples of this rank and how many indices it made; each node has paths of its own."""
     rank = group.rank()
     made = []
-    indices = PackedDocuments._indices
+    sample_indices = packed_documents.sample_indices
 
-    def counted(dataset):
-        made.append(dataset.dataset_path)
-        return indices(dataset)
+    def counted(documents, lengths, **arguments):
+        made.append(documents)
+        return sample_indices(documents, lengths, **arguments)
 
     data = DataConfig(
         tokenizer_type="NullTokenizer",
@@ -34,7 +34,7 @@ def built_on(group, data_paths, caches, local_ranks=(0, 0), seq_length=SEQ_LENGT
         data_cache_path=caches[rank],
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PackedDocuments, "_indices", counted)
+        patch.setattr(packed_documents, "sample_indices", counted)
         patch.setenv("LOCAL_RANK", str(local_ranks[rank]))
         train = build_datasets(
             data, TOKENIZER, seq_length=seq_length, num_samples=(30, 0, 0), seed=3
@@ -139,7 +139,7 @@ def test_a_cached_index_cut_short_names_the_file_and_what_to_do(tmp_path, num_by
     os.truncate(index, num_bytes)
     said = refusals(paths, caches)
     assert f"--data-cache-path: the sample index {index} is damaged" in said
-    assert "delete it, and the next start makes it again" in said
+    assert "delete it, and the next start writes it again" in said
     index.unlink()
     assert same_samples(run_on_ranks(built_on, 2, paths, caches))
 
@@ -171,7 +171,7 @@ def test_a_cached_index_with_other_content_names_the_file_and_what_to_do(tmp_pat
     np.save(index, change(np.load(index)))
     said = refused_on(group, [(prefix,)], [cache])
     assert f"--data-cache-path: the sample index {index} is damaged" in said
-    assert "delete it, and the next start makes it again" in said
+    assert "delete it, and the next start writes it again" in said
     index.unlink()
     assert built_on(group, [(prefix,)], [cache])[1] == 1
 

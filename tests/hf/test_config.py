@@ -198,7 +198,7 @@ def test_rejects_generations_that_contradict_each_other():
     newer = {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}
     assert read(LLAMA_31_8B, **newer) == read(LLAMA_31_8B)
     newer["rope_parameters"]["factor"] = 16.0
-    with rejects("rope_scaling and rope_parameters say different things; keep one"):
+    with rejects("rope_scaling and rope_parameters differ; keep one"):
         read(LLAMA_31_8B, **newer)
 
 
@@ -213,7 +213,7 @@ def test_rejects_generations_that_contradict_each_other():
         (LLAMA_31_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (LLAMA_31_8B, {"original_max_position_embeddings": 4}, "original_max_position_embeddings"),
         (LLAMA_31_8B, {"hidden_act": "gelu"},
-         "hidden_act is 'gelu', and models here have 'silu' only"),
+         "hidden_act is 'gelu', and only 'silu' is supported"),
         (LLAMA_31_8B, {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         (LLAMA_31_8B, {"attention_bias": True}, "attention_bias is True and mlp_bias False"),
         (LLAMA_31_8B, {"num_key_value_heads": 7},
@@ -237,7 +237,7 @@ def test_rejects_generations_that_contradict_each_other():
         (QWEN_25_7B, {"layer_types": ["sliding_attention"] * 28},
          "layer_types are 'sliding_attention' with use_sliding_window False"),
         (QWEN_25_7B, {"layer_types": ["linear_attention"] * 28}, "are 'linear_attention'"),
-        (QWEN_3_32B, {"attention_bias": True}, "attention_bias is True, and models here have"),
+        (QWEN_3_32B, {"attention_bias": True}, "attention_bias is True, and only False"),
         (QWEN_3_32B, {"quantization_config": {"quant_method": "awq"}},
          "the weights are quantized (quantization_config: awq)"),
         (LLAMA_31_8B, {"architectures": ["LlamaForSequenceClassification"]},

@@ -189,7 +189,7 @@ def test_rejects_config_that_is_not_json(folder):
 def test_rejects_tensors_that_do_not_fit_the_config(folder):
     norm = "model.norm.weight"
     edit(folder, lambda held: held.update({norm: torch.ones(33), "extra": torch.ones(2)}))
-    message = r"without a partner: extra; of another shape: model.norm.weight \[33\] instead of \[3"
+    message = r"not in the model: extra; of another shape: model.norm.weight \[33\] instead of \[3"
     with pytest.raises(ValueError, match=message):
         Import.open(folder)
 

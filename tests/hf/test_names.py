@@ -104,7 +104,7 @@ def test_names_what_has_no_partner_on_either_side_and_both_shapes():
     found["lm_head.weight"] = (128, M)
     message = (
         "here does not fit its config.json; missing: model.norm.weight; "
-        "without a partner: model.layers.0.self_attn.q_proj.bias; "
+        "not in the model: model.layers.0.self_attn.q_proj.bias; "
         r"of another shape: lm_head.weight \[128, 20\] instead of \[101, 20\]"
     )
     with pytest.raises(ValueError, match=message):

@@ -17,8 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_untied.gpt_model import deferred
 from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
-from megatron_untied.norms import RMSNorm, deferred
+from megatron_untied.norms import RMSNorm
 from tests.distributed import rank_shard, run_on_ranks
 
 VOCABULARY = 251

@@ -33,7 +33,7 @@ def make_config(**changes):
     ("changes", "message"),
     [
         ({"attention_dropout": 0.1},
-         "attention_dropout 0.1 is not what megatron_untied's layers do; give --attention-dropout"),
+         "attention_dropout 0.1 is not supported by megatron_untied's layers; give --attention"),
         ({"softmax_type": "learnable"}, "softmax_type 'learnable' is not"),
         ({"qk_l2_norm": True}, "qk_l2_norm True is not"),
         ({"rotary_interleaved": True}, "leave --rotary-interleaved out"),

@@ -120,7 +120,7 @@ def check(flags: str, traced: Counted) -> None:
     plan = Plan(config, machine(gpus_per_node=size))
     assert plan.peak.num_bytes == pytest.approx(traced.peak, rel=0.01)
     geometry = Geometry.of(config, size)
-    host = ShardedWeights(geometry).on_host().total()
+    host = ShardedWeights.of(geometry).on_host().total()
     if config.memory.recompute_granularity is not None:
         streamed = memory_plan(geometry, rank=0)
         host += streamed.host_bytes()

@@ -1,0 +1,169 @@
+"""GPTModel with a chunked loss, and the four places where this bends megatron-core.
+
+Megatron-core's GPTModel normalizes all hidden states, computes all logits and then the loss: at
+millions of tokens each of these tensors alone is larger than a GPU. Here the final norm, the output
+projection and the loss run together on one chunk of tokens at a time. Megatron-core has no seam
+for that, so this module holds everything that depends on how its classes work inside. Each point
+was checked for megatron-core 0.16.1; recheck them when the pin moves.
+
+- :class:`UntiedGPTModel` overrides the private methods ``_preprocess`` and ``_postprocess`` of
+  GPTModel. The second receives the decoder's output and calls :class:`Loss` instead of computing
+  logits.
+- :func:`deferred` builds the decoder's final norm so that a call returns its input unchanged; the
+  loss normalizes by chunks with ``normalize``. The class of the built module is replaced, because
+  transformer-engine's TENorm is a factory: its ``__new__`` returns an object of another class,
+  which a subclass cannot intercept. Parameters and their names in checkpoints stay.
+- :class:`Loss` is a module only because FSDP2 gathers weights around the forward of a module: it
+  shares the unit of the output layer, so the output matrix is whole while the loss runs.
+- :class:`NoCoreAttention` fills the ``core_attention`` slot of megatron-core's SelfAttention, which
+  always builds one. Our self-attention never calls it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
+
+from megatron_untied.context_parallel.self_attention import AttentionContext
+from megatron_untied.context_parallel.sequence import SequenceInfo
+from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
+from megatron_untied.phases import MemoryCategory, Phase, allocating
+from megatron_untied.step_progress import StepProgress
+
+
+class UntiedGPTModel(GPTModel):
+    """A GPTModel that turns hidden states into a loss without ever holding all logits."""
+
+    def __init__(
+        self,
+        *args,
+        logical_vocab_size: int,
+        loss_chunk_size: int | None,
+        attention_context: AttentionContext,
+        **kwargs,
+    ):
+        # Our attention rotates q and k itself: megatron-core makes no rotary table.
+        super().__init__(*args, position_embedding_type="none", **kwargs)
+        self.attention_context = attention_context
+        self.loss = Loss(
+            functools.partial(
+                chunked_cross_entropy,
+                vocab_size=logical_vocab_size,
+                chunk_size=loss_chunk_size,
+                tp_group=self.pg_collection.tp,
+                sequence_parallel=self.config.sequence_parallel,
+            ),
+            attention_context.progress,
+        )
+
+    def describe(self) -> str:
+        """The attention kernel in use, for the log."""
+        return f"attention kernel {self.attention_context.kernel.name}"
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        token_weights: Tensor | None = None,
+        sequence: SequenceInfo | None = None,
+    ) -> Tensor:
+        """The weighted sum of this rank's token losses, an fp32 scalar; without labels, logits.
+
+        Args:
+            tokens: int64 [b, n], this rank's shard.
+            labels: int64 [b, n], the token that follows each.
+            token_weights: fp32 [b, n]: 1 / (trained-on tokens of the global batch), or 0 where a
+                token is not trained on. Losses and gradients then sum over all ranks.
+            sequence: positions and documents of these sequences, if they are not plain.
+
+        Returns:
+            The loss, fp32 [], the same on every tensor-parallel rank; or logits [b, n, padded v/t].
+        """
+        return super().forward(
+            tokens, None, None, labels=labels, loss_mask=token_weights, packed_seq_params=sequence
+        )
+
+    @override
+    def _preprocess(self, *args, **kwargs) -> tuple:
+        with allocating(MemoryCategory.RESIDUAL):  # the embedding's output
+            return super()._preprocess(*args, **kwargs)
+
+    @override
+    def _postprocess(self, hidden_states, labels=None, loss_mask=None, **kwargs) -> Tensor:
+        norm = self.decoder.final_layernorm
+        if labels is None:
+            if isinstance(self, FSDPModule) and torch.is_grad_enabled():
+                raise ValueError(
+                    "logits of a fully sharded model have no backward: its output matrix is "
+                    "gathered in forward only. Compute them under torch.no_grad()."
+                )
+            # [n, b, m] -> logits [b, n, v/t]
+            return super()._postprocess(norm.normalize(hidden_states), labels=None, **kwargs)
+        # Attention is over: the loss can use the memory of its buffers.
+        self.attention_context.workspace.release()
+
+        def output_matrix() -> Tensor:  # [padded v/t, m]
+            tied = self.share_embeddings_and_output_weights
+            return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+
+        return self.loss(hidden_states, output_matrix, labels, loss_mask, norm)
+
+
+class Loss(nn.Module):
+    """A loss as a module, so that full sharding can gather the output matrix for the call."""
+
+    def __init__(self, cross_entropy: Callable[..., Tensor], progress: StepProgress):
+        super().__init__()
+        self.cross_entropy, self.progress = cross_entropy, progress
+
+    def forward(
+        self,
+        hidden: Tensor,
+        matrix: Callable[[], Tensor],
+        labels: Tensor,
+        token_weights: Tensor,
+        norm: nn.Module,
+    ) -> Tensor:
+        """[n, b, m] and labels [b, n] -> loss []; see :func:`chunked_cross_entropy`.
+
+        ``matrix`` returns the output matrix. It is called in here, since FSDP2 gathers the matrix
+        on entry: a tensor passed by the caller would be this rank's rows alone.
+        """
+        with self.progress.phase(Phase.LOSS):
+            return self.cross_entropy(hidden, matrix(), labels, token_weights, norm=norm)
+
+
+def deferred(norm: type[nn.Module]) -> type[nn.Module]:
+    """``norm`` for the final norm's slot: a call returns its input, ``normalize`` normalizes.
+
+    The loss calls ``normalize`` on [tokens of a chunk, m], so the normalized [n, b, m] never
+    exists as a whole.
+    """
+
+    class Deferred:
+        def __new__(cls, **arguments: Any) -> nn.Module:
+            built = norm(**arguments)  # TENorm chooses the class of what it returns by the config
+            built.__class__ = type(type(built).__name__, (_DeferredNorm, type(built)), {})
+            return built
+
+    return Deferred
+
+
+class _DeferredNorm:
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def normalize(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class NoCoreAttention(nn.Module):
+    """Fills a slot that megatron-core's SelfAttention always builds."""
+
+    def __init__(self, **unused_kwargs: object):  # the arguments of a core attention
+        super().__init__()

@@ -12,22 +12,22 @@ from megatron_untied.phases import MemoryCategory, allocating
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Some tokens, where they lie in the residual and where in what attention sees.
+    """Some tokens: their rows in the residual and in the tensors of attention.
 
-    With sequence parallelism a rank holds n/t tokens of the residual, while attention sees all n:
-    a tile is gathered over the t tensor-parallel ranks, and its tokens come from t places.
+    With sequence parallelism a rank holds n/t tokens of the residual, and attention all n: a tile
+    is gathered over the t tensor-parallel ranks, so its tokens are t runs of rows.
     """
 
     local: slice
     """Rows of the residual on this rank, [n, b, m] or [n/t, b, m]."""
     seen: tuple[slice, ...]
-    """Rows of [n, b, heads, d], in the order that a gathered tile has them."""
+    """Rows of [n, b, heads, d], in the order of a gathered tile."""
 
 
 def tiles_of(num_local: int, tile_size: int, num_gathered: int = 1) -> list[Tile]:
-    """Cut ``num_local`` rows into tiles of at most ``tile_size`` rows in all.
+    """Split ``num_local`` rows into tiles of at most ``tile_size`` rows after gathering.
 
-    ``num_gathered`` ranks are gathered for each tile, so a rank gives its part of ``tile_size``.
+    Each of the ``num_gathered`` ranks contributes its share of ``tile_size``, at least one row.
     """
     step = max(1, tile_size // num_gathered)
     tiles = []
@@ -42,8 +42,7 @@ def tiles_of(num_local: int, tile_size: int, num_gathered: int = 1) -> list[Tile
 class GradientSums:
     """Gradients of a layer's parameters, summed over tiles in at least fp32.
 
-    bf16 sums over tiles would lose what a tile adds (relative error 7e-3 after many tiles, 1.7e-3
-    with fp32 sums of bf16 products).
+    bf16 sums over many tiles have a relative error of 7e-3, fp32 sums of bf16 products 1.7e-3.
     """
 
     def __init__(self, module: nn.Module):
@@ -56,11 +55,11 @@ class GradientSums:
         return [name for name in self._trained if name.startswith(tuple(prefixes))]
 
     def leaf(self, name: str) -> Tensor:
-        """The parameter's value as a leaf of its own: no hook of the parameter ever fires."""
+        """The parameter's value as a new leaf, so that no hook of the parameter fires."""
         return self._trained[name].detach().requires_grad_()
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add one tile's gradient."""
+        """Add one tile's gradient, of the parameter's shape."""
         if name in self._sums:
             self._sums[name] += gradient
         else:
@@ -82,8 +81,8 @@ def tile_backward(
 ) -> list[Tensor]:
     """Gradients of ``inputs`` through ``function(module, *inputs)`` on one tile.
 
-    The function is run again. Gradients of the parameters ``names`` are added to ``sums``; the
-    module's own parameters take no part, so nothing that watches them notices a tile.
+    The function is recomputed. Gradients of the parameters ``names`` are added to ``sums``. The
+    module's own parameters are replaced by leaves, so hooks on them (FSDP2, DDP) see no tile.
     """
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
@@ -99,7 +98,7 @@ def tile_backward(
 
 
 class _Call(nn.Module):
-    """A function of a module as a module, which functional_call wants."""
+    """A function of a module as a module, which functional_call requires."""
 
     def __init__(self, module: nn.Module, function: Callable):
         super().__init__()
@@ -110,7 +109,7 @@ class _Call(nn.Module):
 
 
 def rows_of(x: Tensor, rows: Sequence[slice]) -> Tensor:
-    """Several runs of rows of ``x``, one after the other; a view where there is one run."""
+    """Several runs of rows of ``x``, concatenated: [t, ...]; a view if there is one run."""
     return x[rows[0]] if len(rows) == 1 else torch.cat([x[run] for run in rows])
 
 

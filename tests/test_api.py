@@ -110,7 +110,7 @@ def qkv(*heads, n=6, b=1, d=D, **options):
         ([*qkv(4), *qkv(4, 4, d=16)], {}, "only the number of heads may differ"),
         ([*qkv(4), *qkv(4, 4, dtype=torch.float64)], {}, "give one dtype on one device"),
         (qkv(4, 3, 3), {}, "4 query heads do not share 3 key-value heads evenly"),
-        (qkv(4, 4, 4), {"heads_per_chunk": 9}, "9 does not cut 4 heads over 1 ranks"),
+        (qkv(4, 4, 4), {"heads_per_chunk": 9}, "9 does not split 4 heads over 1 ranks"),
         (qkv(4, 4, 4), {"window": 0}, "a window of 0 keys must hold at least 1"),
         (qkv(4, 4, 4), {"documents": [[0, 6], [0, 6]]}, "bounds of 2 samples; the batch has 1"),
         (qkv(4, 4, 4), {"documents": [[0, 4]]}, "documents[0] is [0, 4]; give bounds that begin"),
@@ -126,7 +126,7 @@ def test_attention_refuses_what_does_not_fit_together(inputs, options, message):
 def check_ring_refusals(group):
     with pytest.raises(ValueError, match="window 4 needs the whole sequence .* give group alone"):
         megatron_untied.untied_attention(*qkv(4, 4, 4), ring_group=group, window=4)
-    with pytest.raises(ValueError, match="10 tokens does not divide over 2 .* a multiple of 4"):
+    with pytest.raises(ValueError, match="10 tokens is not divisible over 2 .* a multiple of 4"):
         megatron_untied.untied_attention(*qkv(4, 4, 4, n=5), ring_group=group)
 
 
@@ -252,7 +252,7 @@ def check_layer_refusals(group):
     with pytest.raises(ValueError, match="context_parallel_size is 1 .* parallel state has 2"):
         megatron_untied.streamed_layers(transformer_config(1, "a2a"))
     layers = megatron_untied.streamed_layers(transformer_config(2, "p2p"))
-    with pytest.raises(ValueError, match="10 tokens does not divide over 2 .* a multiple of 4"):
+    with pytest.raises(ValueError, match="10 tokens is not divisible over 2 .* a multiple of 4"):
         layers(torch.randn(5, 1, 48, dtype=torch.float64))
 
 

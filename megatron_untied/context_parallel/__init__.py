@@ -1,4 +1,4 @@
-"""Context parallelism: who owns which tokens and heads, and attention over all of them.
+"""Context parallelism: the tokens and heads of each rank, and attention over all of them.
 
 One legend for the whole project:
 
@@ -20,7 +20,7 @@ Read :mod:`.ulysses` first: it is the method, a loop over chunks of heads that l
 
 - :mod:`.head_schedule`: which heads travel when, in integers;
 - :mod:`.buffer_plan`: which memory that takes, in integers; :mod:`.workspace` holds it;
-- :mod:`.exchange`: the all-to-all, and tensors that lie chunk by chunk so that it copies nothing;
+- :mod:`.exchange`: the all-to-all, and tensors stored chunk by chunk so that it copies nothing;
 - :mod:`.kernels`: one contract for all attention kernels;
 - :mod:`.ring`: attention where r ranks hold the tokens of one head;
 - :mod:`.kv_gradients`: dK and dV, summed over the chunks that use a head;

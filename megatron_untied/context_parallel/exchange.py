@@ -1,8 +1,11 @@
-"""The all-to-all between sequence-sharded and head-sharded tensors, and tensors ready for it.
+"""The all-to-all between sequence-sharded and head-sharded tensors, and tensors laid out for it.
 
 The sequence-sharded side of an exchange is a flat buffer: for each Ulysses rank i in turn a block
-[n, b, heads of i, d]. Ranks hold the sequence in order, so what arrives from rank 0, 1, ... one
-after the other *is* the sequence, [s/r, b, my heads, d]: nothing is rearranged on either side.
+[n, b, heads of i, d]. Ranks hold the sequence in order, so the blocks received from ranks 0, 1, ...
+*are* the sequence, [s/r, b, my heads, d]: neither side rearranges anything.
+
+:class:`HeadMajor` tensors hold all heads of a rank's tokens as such buffers, one per chunk: on the
+device here, on the host in :mod:`megatron_untied.streaming.host`.
 """
 
 import itertools
@@ -21,22 +24,22 @@ from megatron_untied.context_parallel.head_schedule import HeadSchedule
 
 
 class Work(Protocol):
-    """Something under way, such as a collective; the part of ``dist.Work`` used here."""
+    """An operation in flight, such as a collective; the part of ``dist.Work`` used here."""
 
     def wait(self) -> object:
-        """Let what is queued from now on start only when it is done."""
+        """Let compute queued from now on start only after it."""
 
 
 class Done:
-    """Work that is over."""
+    """A finished operation."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 @dataclass(slots=True)
 class ExchangeCounter:
-    """What this rank sent so far; read by benchmarks and tests."""
+    """Traffic of this rank so far; read by benchmarks and tests."""
 
     calls: int = 0
     sent_bytes: int = 0
@@ -46,12 +49,12 @@ class HeadExchange:
     """The all-to-all over the Ulysses ranks. Its methods are collective over the group.
 
     ``heads[i]`` is the number of heads that rank i gets, not all zero; every rank passes the same
-    list. Buffers are contiguous. ``recv`` may be read and ``send`` written once the returned work
-    was waited for.
+    list. Buffers are contiguous. Wait for the returned work before reading ``recv`` or writing
+    ``send``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
-        """``group`` None is this rank alone."""
+        """``group``: None for one rank, which copies."""
         self.group = group
         self.size, self.rank = (group.size(), group.rank()) if group is not None else (1, 0)
         self.counter = ExchangeCounter()
@@ -73,20 +76,16 @@ class HeadExchange:
     ) -> Work:
         send, recv = send.view(-1), recv.view(-1)
         if self.size == 1:
-            if not _are_one(send, recv):
+            # Not compared by address: fake tensors of a trace have none.
+            same_storage = send.untyped_storage()._cdata == recv.untyped_storage()._cdata
+            if not (same_storage and send.storage_offset() == recv.storage_offset()):
                 recv.copy_(send)
             return Done()
         self.counter.calls += 1
-        self.counter.sent_bytes += send.nbytes
+        self.counter.sent_bytes += send.nbytes  # including a rank's own block
         return dist.all_to_all_single(
             recv, send, recv_sizes, send_sizes, group=self.group, async_op=True
         )
-
-
-def _are_one(a: Tensor, b: Tensor) -> bool:
-    """Whether two flat tensors are the same memory. Not by their addresses: a trace has none."""
-    same_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    return same_storage and a.storage_offset() == b.storage_offset()
 
 
 def blocks(flat: Tensor, heads: Sequence[int], n: int, b: int, d: int) -> list[Tensor]:
@@ -98,32 +97,33 @@ def blocks(flat: Tensor, heads: Sequence[int], n: int, b: int, d: int) -> list[T
 class HeadBlocks:
     """A flat sequence-sharded buffer, read and written in the natural order of heads.
 
-    Consecutive ranks with equally many, evenly spaced heads are moved by one copy.
+    One copy moves the heads of consecutive ranks that have equally many, evenly spaced heads: with
+    even schedules that is one kernel launch per tile instead of one per rank.
     """
 
     def __init__(self, flat: Tensor, heads: Sequence[range], n: int, b: int, d: int):
-        """``heads[i]``: which heads of the natural order rank i gets."""
+        """``heads[i]``: the heads of rank i, numbered in natural order."""
         self._runs: list[tuple[Tensor, list[range]]] = []
         start = 0
         for ranks in _evenly_spaced(heads):
-            shape = len(ranks), n, b, len(ranks[0]), d
+            shape = len(ranks), n, b, len(ranks[0]), d  # [ranks, n, b, heads per rank, d]
             stop = start + torch.Size(shape).numel()
             self._runs.append((flat[start:stop].view(shape), ranks))
             start = stop
 
     def write(self, rows: slice, x: Tensor) -> None:
-        """Put ``x`` [t, b, heads, d] in the places of tokens ``rows``."""
+        """Copy ``x`` [t, b, heads, d] to tokens ``rows`` of the buffer."""
         for block, ranks in self._runs:
-            block[:, rows].copy_(_heads_by_rank(x, ranks))
+            block[:, rows].copy_(_heads_by_rank(x, ranks))  # one strided copy
 
     def read(self, rows: slice, out: Tensor) -> None:
-        """Get tokens ``rows`` into their heads of ``out`` [t, b, heads, d]."""
+        """Copy tokens ``rows`` of the buffer to their heads in ``out`` [t, b, heads, d]."""
         for block, ranks in self._runs:
             _heads_by_rank(out, ranks).copy_(block[:, rows])
 
 
 def _heads_by_rank(x: Tensor, ranks: Sequence[range]) -> Tensor:
-    """[t, b, heads, d] -> the view [ranks, t, b, heads of each, d]."""
+    """[t, b, heads, d] -> the view [ranks, t, b, heads per rank, d]."""
     size = len(ranks[0])
     step = ranks[1].start - ranks[0].start if len(ranks) > 1 else size
     start, stop = ranks[0].start, ranks[-1].stop
@@ -134,12 +134,13 @@ def _heads_by_rank(x: Tensor, ranks: Sequence[range]) -> Tensor:
 def _evenly_spaced(heads: Sequence[range]) -> Iterator[list[range]]:
     """Split the ranks that have heads into runs of equally many, evenly spaced, disjoint heads."""
     run: list[range] = []
-    for each in filter(None, heads):
-        distances = {right.start - left.start for left, right in pairwise([*run, each])}
-        if run and (len(each) != len(run[0]) or len(distances) > 1 or min(distances) < len(each)):
+    for own in filter(None, heads):
+        distances = {right.start - left.start for left, right in pairwise([*run, own])}
+        # Ranks may overlap where they share key-value heads; a strided view cannot.
+        if run and (len(own) != len(run[0]) or len(distances) > 1 or min(distances) < len(own)):
             yield run
             run = []
-        run.append(each)
+        run.append(own)
     if run:
         yield run
 
@@ -147,80 +148,83 @@ def _evenly_spaced(heads: Sequence[range]) -> Iterator[list[range]]:
 class HeadMajor(ABC):
     """[n, b, h, d] of this rank's tokens, stored chunk by chunk and, in a chunk, rank by rank.
 
-    Chunk j is one flat slot, the sequence-sharded side of its exchange: what is sent is not copied
-    first, and what arrives lands where it stays.
+    Chunk j is one flat slot, the sequence-sharded side of its exchange: it is sent without a copy,
+    and received where it stays.
     """
+
+    layout: "HeadMajorLayout"
+    dtype: torch.dtype
+    device: torch.device
 
     @abstractmethod
     def send_buffer(self, j: int) -> Tensor:
-        """Chunk j on the device, to be sent; valid until the next one is asked for."""
+        """Chunk j on the device, flat, to be sent; valid until the next one is requested."""
 
     @abstractmethod
     def recv_buffer(self, j: int) -> Tensor:
-        """Where chunk j arrives on the device."""
+        """The device memory that chunk j is received in, flat."""
 
     @abstractmethod
     def received(self, j: int) -> None:
-        """Has to be called when chunk j is in its ``recv_buffer``."""
+        """Store chunk j; call it when the chunk is complete in its ``recv_buffer``."""
 
     @abstractmethod
-    def rows(self, rows: Sequence[slice]) -> Tensor:
-        """Several runs of tokens, one after the other: a new [t, b, h, d], natural order."""
+    def read(self, rows: slice, out: Tensor) -> None:
+        """Copy tokens ``rows`` to ``out`` [t, b, h, d], heads in natural order."""
 
     @abstractmethod
     def write(self, rows: slice, value: Tensor) -> None:
-        """Put ``value`` [t, b, h, d], heads in natural order, in the places of tokens ``rows``."""
+        """Copy ``value`` [t, b, h, d], heads in natural order, to tokens ``rows``."""
 
     @abstractmethod
     def release(self) -> None:
-        """Has to be called after the last read."""
+        """Free host memory; call it after the last read."""
+
+    def rows(self, rows: Sequence[slice]) -> Tensor:
+        """Several runs of tokens, concatenated: a new [t, b, h, d], heads in natural order."""
+        counts = [run.stop - run.start for run in rows]
+        shape = sum(counts), self.layout.b, self.layout.h, self.layout.d
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for run, part in zip(rows, out.split(counts), strict=True):
+            self.read(run, part)
+        return out
 
 
 class HeadMajorLayout:
-    """Where the heads of [n, b, h, d] lie in a head-major tensor: integers only."""
+    """The order of the heads of [n, b, h, d] in a head-major tensor: integers only."""
 
     def __init__(self, schedule: HeadSchedule, n: int, b: int, d: int):
         self.schedule = schedule
         self.n, self.b, self.h, self.d = n, b, schedule.num_heads, d
-        self.heads = [[each.query_heads for each in chunk] for chunk in schedule.chunks]
+        self.heads = [[rank.query_heads for rank in chunk] for chunk in schedule.chunks]
         """By chunk and rank."""
         self.counts = [[len(heads) for heads in chunk] for chunk in self.heads]
         self.slot_numels = [n * b * d * sum(counts) for counts in self.counts]
         self.numel = sum(self.slot_numels)
 
-    def blocks(self, j: int, slot: Tensor) -> HeadBlocks:
-        """The slot of chunk j, to be read and written in the natural order of heads."""
-        return HeadBlocks(slot, self.heads[j], self.n, self.b, self.d)
-
     def even_blocks(self, j: int) -> list[torch.Size]:
-        """The slot of chunk j, split where ranks differ in heads: [ranks, n, b, heads each, d]."""
+        """The slot of chunk j in blocks of ranks with as many heads each.
+
+        A block is [ranks, n, b, heads per rank, d]: its tokens are one slice.
+        """
         return [
             torch.Size((len(list(ranks)), self.n, self.b, count, self.d))
             for count, ranks in itertools.groupby(self.counts[j])
             if count
         ]
 
-    def of_tokens(self, n: int) -> "HeadMajorLayout":
-        """The same for another number of tokens."""
-        return HeadMajorLayout(self.schedule, n, self.b, self.d)
-
-    def empty_rows(
-        self, rows: Sequence[slice], dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, list[Tensor]]:
-        """A new [t, b, h, d] for several runs of tokens, and its part for each run."""
-        counts = [run.stop - run.start for run in rows]
-        out = torch.empty(sum(counts), self.b, self.h, self.d, dtype=dtype, device=device)
-        return out, list(out.split(counts))
-
 
 class DeviceHeadMajor(HeadMajor):
     """Slots in one flat tensor on the device."""
 
     def __init__(self, storage: Tensor, layout: HeadMajorLayout):
-        """``storage`` is flat, ``layout.numel`` elements."""
-        self.layout = layout
+        """``storage``: flat, ``layout.numel`` elements."""
+        self.layout, self.dtype, self.device = layout, storage.dtype, storage.device
         self._slots = storage.split(layout.slot_numels)
-        self._blocks = [layout.blocks(j, slot) for j, slot in enumerate(self._slots)]
+        self._blocks = [
+            HeadBlocks(slot, heads, layout.n, layout.b, layout.d)
+            for slot, heads in zip(self._slots, layout.heads, strict=True)
+        ]
 
     @override
     def send_buffer(self, j: int) -> Tensor:
@@ -232,25 +236,18 @@ class DeviceHeadMajor(HeadMajor):
 
     @override
     def received(self, j: int) -> None:
-        pass
+        pass  # it was received in its slot
 
     @override
-    def rows(self, rows: Sequence[slice]) -> Tensor:
-        out, parts = self.layout.empty_rows(rows, self._slots[0].dtype, self._slots[0].device)
-        for run, part in zip(rows, parts, strict=True):
-            self.read(run, part)
-        return out
-
     def read(self, rows: slice, out: Tensor) -> None:
-        """Get one run of tokens into ``out`` [t, b, h, d]."""
-        for each in self._blocks:
-            each.read(rows, out)
+        for blocks_of_chunk in self._blocks:
+            blocks_of_chunk.read(rows, out)
 
     @override
     def write(self, rows: slice, value: Tensor) -> None:
-        for each in self._blocks:
-            each.write(rows, value)
+        for blocks_of_chunk in self._blocks:
+            blocks_of_chunk.write(rows, value)
 
     @override
     def release(self) -> None:
-        pass
+        pass  # freed with the last reference

@@ -1,9 +1,9 @@
 """Which heads travel in which chunk: integers only.
 
-Query heads in their natural order are split into one contiguous run per rank, as even as can be;
-chunk j is the j-th slice of every run. Since the runs are contiguous, weights need no permutation,
-and one checkpoint is the same model at every number of ranks and every chunk size. A rank loads the
-key-value heads that its slice needs and keeps one that its next slice uses again.
+Query heads in their natural order are split into one contiguous run per rank, as evenly as
+possible; chunk j is the j-th slice of every run. As runs are contiguous, weights need no
+permutation, and one checkpoint is the same model at every number of ranks and every chunk size. A
+rank loads the key-value heads of its slice, except one that its previous slice left in place.
 
 For 32 query and 8 key-value heads over 8 ranks, one head per rank at a time: run r is heads
 4r..4r+3, all of key-value head r; chunk 0 brings k and v, chunks 1-3 bring only q. In general
@@ -25,7 +25,7 @@ class KernelCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkAssignment:
-    """The heads that one rank attends to in one chunk."""
+    """The heads of one rank in one chunk."""
 
     query_heads: range
     kv_heads: range
@@ -35,7 +35,7 @@ class ChunkAssignment:
     """Of ``kv_heads``, those that the chunk after does not use: their gradient is complete."""
     kernel_calls: tuple[KernelCall, ...]
     kv_buffer: int
-    """Which of the k, v buffers ``kv_to_load`` is received into; -1 if it is empty."""
+    """Index of the k, v buffers that ``kv_to_load`` is received in; -1 if it is empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class HeadSchedule:
 
     @property
     def shares_kv_heads(self) -> bool:
-        """Whether several ranks use one key-value head, so that its gradients meet at home."""
+        """Whether several ranks use one key-value head, so that its owner sums their gradients."""
         by_rank = zip(*self.chunks, strict=True)
         uses = [head for run in by_rank for head in {head for a in run for head in a.kv_heads}]
         return len(uses) > len(set(uses))
@@ -58,7 +58,7 @@ class HeadSchedule:
     def kv_heads_in_many_chunks(self, rank: int) -> bool:
         """Whether ``rank`` uses a key-value head in more than one chunk."""
         run = self.of_rank(rank)
-        return sum(len(each.kv_heads) for each in run) > sum(len(each.kv_to_load) for each in run)
+        return sum(len(x.kv_heads) for x in run) > sum(len(x.kv_to_load) for x in run)
 
     def of_rank(self, rank: int) -> list[ChunkAssignment]:
         """The heads of one rank, chunk by chunk."""
@@ -66,7 +66,7 @@ class HeadSchedule:
 
 
 def legal_heads_per_chunk(num_heads: int, num_ranks: int) -> list[int]:
-    """Every chunk size :func:`head_schedule` takes; the last is a single exchange."""
+    """Every valid ``heads_per_chunk`` of :func:`head_schedule`; the last is a single exchange."""
     most = -(-num_heads // num_ranks)
     return [num_ranks * per_rank for per_rank in range(1, most + 1)]
 
@@ -86,8 +86,8 @@ def head_schedule(
     another buffer.
 
     Raises:
-        ValueError: if key-value heads do not divide query heads, or for a chunk size that is not
-            legal; the message lists the legal ones.
+        ValueError: if key-value heads do not divide query heads, or for an invalid chunk size; the
+            message lists the valid ones.
     """
     if num_heads % num_kv_heads:
         raise ValueError(
@@ -99,7 +99,7 @@ def head_schedule(
         heads_per_chunk = legal[-1]
     if heads_per_chunk not in legal:
         raise ValueError(
-            f"--cp-heads-per-chunk {heads_per_chunk} does not cut {num_heads} heads over "
+            f"--cp-heads-per-chunk {heads_per_chunk} does not split {num_heads} heads over "
             f"{num_ranks} ranks; use one of {', '.join(map(str, legal))} or all."
         )
     per_rank = heads_per_chunk // num_ranks
@@ -131,7 +131,8 @@ def _assignments(
     for j, query_heads in enumerate(slices):
         before, now = kv[j - 1] if j else range(0), kv[j]
         after = kv[j + 1] if j + 1 < num_chunks else range(0)
-        # A slice starts where the one before ended, so they share at most one key-value head.
+        # A slice starts where the one before ended, so they share at most one key-value head,
+        # the first of this slice and the last of the one before.
         to_load = now[1:] if now and now[0] in before else now
         assignments.append(
             ChunkAssignment(
@@ -164,7 +165,8 @@ def _kernel_calls(query: range, kv: range, loaded: range, ratio: int) -> tuple[K
 
 
 def _free_buffer(before: list[ChunkAssignment], kv: range, overlap: bool) -> int:
-    """The first k, v buffer without a head that is still needed when this chunk arrives."""
-    needed = set(kv) | (set(before[-1].kv_heads) if overlap and before else set())
-    busy = {each.kv_buffer for each in before if needed & set(each.kv_to_load)}
+    """The first k, v buffer without a head that is still used when this chunk arrives."""
+    in_use = set(kv) | (set(before[-1].kv_heads) if overlap and before else set())
+    busy = {chunk.kv_buffer for chunk in before if in_use & set(chunk.kv_to_load)}
+    # Three suffice: one head left in place, the chunk that attends, the chunk that arrives.
     return next(i for i in range(3) if i not in busy)

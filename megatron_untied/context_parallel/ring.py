@@ -1,25 +1,24 @@
 """Attention over a sequence that a ring of ranks shares.
 
 A rank holds two blocks of the sequence, an early and a late one (:mod:`.sequence`), of the heads
-in use. In step t it borrows keys and values from the rank t places before it in the ring:
+in use. In step t it receives keys and values from the rank t places before it in the ring:
 
 * step 0, its own: causal over [early; late] in one call, as all of early comes before all of late;
-* of a rank earlier in the sequence: all its queries see that rank's early block whole, none sees
-  the late one;
-* of a rank later in the sequence: its late queries see both blocks whole, its early ones nothing.
+* those of a rank earlier in the sequence: all queries see that rank's early block, none the late;
+* those of a rank later in the sequence: late queries see both blocks, early queries none.
 
-So every step but the first is block x 2 block pairs on every rank, without a mask. Parts of the
-output meet by their log-sum-exps. In backward a step ends with the gradients of what was borrowed
-on their way back to its owner, who sums them.
+So every step but the first is block x 2 block pairs on every rank, without a mask. Partial outputs
+are merged by their log-sum-exps. In backward each step ends by sending the gradients of the
+received keys and values back to their owner, which sums them.
 
-Blocks come from their owner instead of being relayed from neighbor to neighbor. A relayed block
-travels whole, while a rank later in the sequence needs half of it: 3/4 of the bytes. Gradients
-that are summed on their way travel in fp32 and one hop more; sent straight home they are in the
-dtype the kernel made them in, and summed in fp32 there: less than 3/8 of the bytes.
+Blocks are sent by their owner instead of being relayed from neighbor to neighbor. A relayed block
+is sent whole, while a rank later in the sequence needs half of it: direct is 3/4 of the bytes.
+Gradients summed along a relay would be fp32 and take one more hop. Sent directly to the owner, they
+are in the kernel's dtype and summed in fp32 there: less than 3/8 of the bytes.
 
 Buffers besides those of :mod:`.ulysses`, in bf16 chunks of q and of k: 2 q for the fp32 sum of out
-or of dq; 2 k in a ring of 2, 4 k in one of 3, 6 k in a longer one for what is borrowed; and in
-backward, from a ring of 3 on, 2 k for the dk and dv on their way. The sums of dk and dv, those of
+or of dq; for received keys and values 2 k in a ring of 2, 4 k in one of 3, 6 k in a longer one; and
+in backward, from a ring of 3 on, 2 k for the dk and dv in flight. The sums of dk and dv, those of
 :mod:`.kv_gradients`, are always fp32.
 """
 
@@ -49,19 +48,19 @@ from megatron_untied.step_progress import StepProgress
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingStep:
-    """What one rank does in one step, in rows of its own or another rank's [early; late]."""
+    """One step of one rank, in rows of [early; late]."""
 
     index: int
     owner: int
-    """Whose keys it sees: the rank ``index`` places before it."""
+    """The rank that sends its keys: ``index`` places before."""
     queries: slice
-    """Those of its own rows that see them."""
+    """Own rows that see them."""
     keys: slice
-    """The owner's rows that they see."""
+    """Rows of the owner that are seen."""
     reader: int
-    """Who sees its keys: the rank ``index`` places after it."""
+    """The rank that receives this rank's keys: ``index`` places after."""
     lent: slice
-    """Those of its own rows that the reader sees."""
+    """Own rows that the reader sees."""
 
 
 def ring_steps(rank: int, num_ring: int, block_size: int) -> list[RingStep]:
@@ -87,7 +86,7 @@ def _visible(reader: int, owner: int, block_size: int) -> tuple[slice, slice]:
 
 
 class Ring:
-    """A process group whose ranks trade with each other in pairs."""
+    """A process group whose ranks exchange tensors in pairs."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -99,7 +98,7 @@ class Ring:
     ) -> list[dist.Work]:
         """Send to rank ``to`` and receive from rank ``source``; collective over the group.
 
-        ``receive`` may be read and ``send`` written once the returned works were waited for.
+        Wait for all returned works before reading ``receive`` or writing ``send``.
         """
         self.counter.calls += 1
         self.counter.sent_bytes += sum(x.nbytes for x in send)
@@ -121,9 +120,9 @@ class RingAttention(Attention):
         workspace: Workspace,
         progress: StepProgress | None = None,
     ):
-        """``mask`` is that of the whole sequence, causal and without a window.
+        """``mask``: of the whole sequence, causal and without a window.
 
-        ``progress`` is given every step of the ring.
+        ``progress`` is updated after every step of the ring.
         """
         self.kernel, self.mask, self.ring, self.workspace = kernel, mask, ring, workspace
         self.num_ring = ring.size
@@ -131,10 +130,10 @@ class RingAttention(Attention):
 
     @override
     def forward(self, x: Qkv, *, out: Tensor) -> Tensor:
-        buffers, (s, b, h, _) = self._buffers(x), out.shape
+        buffers, (s, b, h, _) = _plan(x), out.shape
         total = self._take(buffers.total, out).zero_()  # fp32 [s/r, b, h, d]
         total_lse = total.new_full((b, h, s), -torch.inf)
-        for step, k, v in self._borrowed(x, buffers):
+        for step, k, v in self._steps(x, buffers):
             rows = step.queries
             lse = self.kernel.forward(
                 Qkv(x.q[rows], k, v), out=out[rows], mask=self._mask(step, s // 2)
@@ -148,11 +147,11 @@ class RingAttention(Attention):
     def backward(
         self, d_out: Tensor, x: Qkv, y: Attended, *, dq: Tensor, dkv: KvAccumulator
     ) -> None:
-        buffers, returning = self._buffers(x), _Returning()
+        buffers, returning = _plan(x), _Returning()
         total = self._take(buffers.total, dq).zero_()  # fp32 [s/r, b, h, d]
-        for step, k, v in self._borrowed(x, buffers):
-            # The step before still sends what it wrote to the other pair, except for step 0.
-            dk, dv = (each[: len(k)] for each in dkv.scratch(max(step.index - 1, 0) % 2))
+        for step, k, v in self._steps(x, buffers):
+            # Two pairs in turn: the step before may still be sending the other. Step 0 sends none.
+            dk, dv = (part[: len(k)] for part in dkv.scratch(max(step.index - 1, 0) % 2))
             rows = step.queries
             self.kernel.backward(
                 d_out[rows],
@@ -167,57 +166,56 @@ class RingAttention(Attention):
             if step.index == 0:
                 dkv.add(dk, dv)
             else:
-                # What comes back arrives where the keys and values of this step were, which
-                # nothing reads any more.
-                arriving = [each[step.lent] for each in self._room(buffers, step, x.k)]
-                works = self.ring.trade([dk, dv], step.owner, arriving, step.reader)
-                returning = _Returning(works, arriving, step.lent)
+                # Received over the keys and values of this step, which are not read again.
+                received = [part[step.lent] for part in self._received(buffers, step, x.k)]
+                works = self.ring.trade([dk, dv], step.owner, received, step.reader)
+                returning = _Returning(works, received, step.lent)
         returning.finish(dkv)
         dq.copy_(total)
 
-    def _borrowed(self, x: Qkv, buffers: RingBuffers) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
-        """Each step with the keys and values that it sees; those of the next are on their way."""
+    def _steps(self, x: Qkv, buffers: RingBuffers) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
+        """Each step with its keys and values, while those of the next are in flight."""
         steps = ring_steps(self.ring.rank, self.ring.size, len(x.k) // 2)
         own = [
-            each if each.is_contiguous() else self._take(buffer, each).copy_(each)
-            for each, buffer in zip((x.k, x.v), buffers.own, strict=True)
+            kv if kv.is_contiguous() else self._take(buffer, kv).copy_(kv)
+            for kv, buffer in zip((x.k, x.v), buffers.own, strict=True)
         ]
-        arriving, works = own, []
-        for step, following in zip(steps, [*steps[1:], None], strict=True):
+        received, works = own, []
+        for step, successor in zip(steps, [*steps[1:], None], strict=True):
             _wait(works)
-            present = arriving
-            if following is not None:
-                lent = [each[following.lent] for each in own]
-                arriving = [each[following.keys] for each in self._room(buffers, following, x.k)]
-                works = self.ring.trade(lent, following.reader, arriving, following.owner)
+            present = received
+            if successor is not None:
+                lent = [kv[successor.lent] for kv in own]
+                received = [kv[successor.keys] for kv in self._received(buffers, successor, x.k)]
+                works = self.ring.trade(lent, successor.reader, received, successor.owner)
             yield step, *present
 
-    def _buffers(self, x: Qkv) -> RingBuffers:
-        return RingBuffers.plan(x.q.shape, x.k.shape, x.q.dtype)
-
-    def _room(self, buffers: RingBuffers, step: RingStep, like: Tensor) -> list[Tensor]:
-        """Where keys and values of a step arrive, and gradients after it: [s/r, b, heads, d]."""
-        return [self._take(each, like) for each in buffers.borrowed[step.index % 3]]
+    def _received(self, buffers: RingBuffers, step: RingStep, like: Tensor) -> list[Tensor]:
+        """Memory for a step's keys and values, later for gradients: [s/r, b, heads, d] each."""
+        # Three in turn: gradients of the step before, this step, the step after.
+        return [self._take(buffer, like) for buffer in buffers.borrowed[step.index % 3]]
 
     def _take(self, buffer: Buffer, like: Tensor) -> Tensor:
         return self.workspace.take(buffer, like.device).view(like.shape)
 
     def _mask(self, step: RingStep, block_size: int) -> Mask:
-        """No mask but its documents, except among a rank's own tokens."""
-        queries = self._tokens(self.ring.rank, step.queries, block_size)
-        keys = self._tokens(step.owner, step.keys, block_size)
-        documents = self.mask.segments
-        segments = documents and tuple(each.blocks(queries, keys) for each in documents)
+        """Causal among a rank's own tokens, else documents only."""
+        if self.mask.segments is None:
+            return replace(self.mask, causal=step.index == 0)
+        positions = []  # of the blocks that the step's queries and keys consist of
+        for rank, rows in ((self.ring.rank, step.queries), (step.owner, step.keys)):
+            blocks = ring_blocks(rank, self.ring.size, block_size=block_size)
+            positions.append(blocks[rows.start // block_size : rows.stop // block_size])
+        segments = tuple(documents.blocks(*positions) for documents in self.mask.segments)
         return replace(self.mask, causal=step.index == 0, segments=segments)
 
-    def _tokens(self, rank: int, rows: slice, block_size: int) -> tuple[range, ...]:
-        """Positions in the sequence of some rows of a rank's [early; late]."""
-        blocks = ring_blocks(rank, self.ring.size, block_size=block_size)
-        return blocks[rows.start // block_size : rows.stop // block_size]
+
+def _plan(x: Qkv) -> RingBuffers:
+    return RingBuffers.plan(x.q.shape, x.k.shape, x.q.dtype)
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Turn ``out`` [s, b, h, d] and ``lse`` [b, h, s] into those of their keys and the part's."""
+    """Merge ``part`` into ``out`` [s, b, h, d], and its lse into ``lse`` [b, h, s], in place."""
     # e^lse = e^lse_a + e^lse_b, and out = out_a e^(lse_a - lse) + out_b e^(lse_b - lse). The two
     # weights are sigmoids of lse_a - lse_b and of its negative: they cannot overflow, and sum to 1
     # however often lse has been rounded.
@@ -228,17 +226,17 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Returning:
-    """Gradients of this rank's keys and values on their way home."""
+    """Gradients of this rank's keys and values in flight, from the step's reader."""
 
     works: list[dist.Work] = field(default_factory=list)
-    arriving: list[Tensor] = field(default_factory=list)
+    received: list[Tensor] = field(default_factory=list)
     rows: slice | None = None
 
     def finish(self, dkv: KvAccumulator) -> None:
-        """Add them, once they are here."""
+        """Wait for them and add them."""
         _wait(self.works)
-        if self.arriving:
-            dkv.add(*self.arriving, rows=self.rows)
+        if self.received:
+            dkv.add(*self.received, rows=self.rows)
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

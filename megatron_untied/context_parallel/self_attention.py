@@ -1,4 +1,8 @@
-"""The megatron-core module for the ``self_attention`` slot of the standard transformer layer."""
+"""The megatron-core module for the ``self_attention`` slot of the standard transformer layer.
+
+It holds q, k, v and the output whole. The streamed layer uses the same attention without them:
+:mod:`megatron_untied.streaming.layer`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,33 +42,33 @@ Rotary = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionContext:
-    """What all attention modules of one model share; the layer spec gives it to each."""
+    """What all attention modules of one model share; the layer spec passes it to each."""
 
     layout: SequenceLayout
     ulysses: dist.ProcessGroup | None
-    """The a ranks that trade tokens for heads; None is this one alone."""
+    """The a ranks that exchange tokens for heads; None for one rank."""
     ring: Ring | None
-    """The r ranks that hold other tokens of the same heads; None is this one alone."""
+    """The r ranks that hold other tokens of the same heads; None for one rank."""
     heads_per_chunk: int | Literal["all"]
     overlap: bool
     kernel: AttentionKernel
     window: int | None
-    """Keys a query sees, itself included; None is all before it."""
+    """Keys a query sees, its own included; None is all before it."""
     rotary: RotaryTable | None
-    """None where each sequence brings what it is rotated by."""
+    """None if each sequence brings its own rotation."""
     workspace: Workspace
     progress: StepProgress = field(default_factory=StepProgress)
-    """Where the step is; passed by the training loop."""
+    """Position within the step; passed by the training loop."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.ring is not None:
             raise ValueError(
-                f"a window of {self.window} keys needs the whole sequence on a rank, and a ring "
-                "passes it on in blocks; give --cp-comm-type a2a, or no --window-size."
+                f"a window of {self.window} keys needs the whole sequence on each rank, and a ring "
+                "splits it; use --cp-comm-type a2a, or no --window-size."
             )
 
     def cos_sin(self, sequence: SequenceInfo, device: torch.device, n: int) -> Rotary:
-        """Rows of the rotary table for this rank's n tokens."""
+        """Rotation of this rank's n tokens."""
         if sequence.cos_sin is not None:
             return sequence.cos_sin
         with allocating(MemoryCategory.INPUTS):
@@ -77,9 +81,9 @@ class AttentionContext:
 class UntiedUlyssesSelfAttention(SelfAttention):
     """Self-attention with head-chunked context parallelism: [n, b, m] -> [n, b, m].
 
-    Projections, query and key norms and their sharding are megatron-core's; what is ours is how
-    attention itself runs over the context-parallel ranks, and that q and k are rotated with the
-    rotary table of this rank's own tokens.
+    Projections, query and key norms and their sharding are megatron-core's. This class replaces
+    attention over the context-parallel ranks, and rotates q and k with the rotary table of this
+    rank's own tokens.
     """
 
     def __init__(
@@ -92,9 +96,9 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         context: AttentionContext,
-        **later_arguments: object,
+        **newer_core_arguments: object,
     ):
-        """``later_arguments`` are those that megatron-core after 0.16 also gives."""
+        """``newer_core_arguments``: what megatron-core passes after 0.16, such as ``name``."""
         super().__init__(
             config,
             submodules,
@@ -102,7 +106,7 @@ class UntiedUlyssesSelfAttention(SelfAttention):
             attn_mask_type,
             cp_comm_type,
             pg_collection,
-            **later_arguments,
+            **newer_core_arguments,
         )
         self.context = context
         num_ulysses = context.ulysses.size() if context.ulysses else 1
@@ -127,12 +131,12 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         attention_mask: Tensor | None,
         *,
         packed_seq_params: SequenceInfo | None = None,
-        **slot_arguments: object,
+        **unused_arguments: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and bias of the projection back: [n, b, m] and [m] or None.
+        """Output and bias of the output projection: [n, b, m] and [m] or None.
 
         ``attention_mask`` and megatron-core's rotary arguments are not used: the mask is causal,
-        and an s x s tensor exists nowhere.
+        and no s x s tensor is ever materialized.
         """
         sequence = SequenceInfo.from_slot(packed_seq_params)
         x = Qkv(*self.get_query_key_value_tensors(hidden_states))  # [n, b, heads, d] each
@@ -178,7 +182,7 @@ def attention_forward(
 ) -> tuple[Tensor, LogSumExps]:
     """Attention output [n, b, h, d] of this rank's tokens, and log-sum-exps. Collective.
 
-    ``x`` is sequence-sharded, [n, b, heads, d], and not yet rotated.
+    ``x`` is sequence-sharded, [n, b, heads, d] each, and not yet rotated.
     """
     source = FinishedProjections(x, rotary)
     slots = _head_major("out", ulysses.sizes(source, attention), ulysses.workspace, x.q.device)
@@ -195,9 +199,9 @@ def attention_backward(
     ulysses: UntiedUlysses,
     attention: Attention,
 ) -> QkvGrads:
-    """Gradients of q, k, v, each of its own shape, from that of the output. Collective.
+    """Gradients of q [n, b, h, d] and k, v [n, b, g, d] from ``d_out`` [n, b, h, d]. Collective.
 
-    ``y`` is what :func:`attention_forward` returned.
+    ``y`` is the result of :func:`attention_forward`.
     """
     source, (out, lse), everything = FinishedProjections(x, rotary), y, slice(0, len(x.q))
     sizes = ulysses.sizes(source, attention)
@@ -208,13 +212,13 @@ def attention_backward(
     grad.write(everything, d_out)
     with ulysses.progress.phase(Phase.ATTENTION_BACKWARD):
         dk, dv = ulysses.backward(source, SavedAttention(slots, lse), grad, attention)
-    dq = grad.rows([everything])
-    dq, dk = (rotate_(each, *rotary, adjoint=True) for each in (dq, dk))
+    dq = rotate_(grad.rows([everything]), *rotary, adjoint=True)  # received over dO
+    dk = rotate_(dk, *rotary, adjoint=True)
     return QkvGrads(dq, dk.to(x.k.dtype), dv.to(x.v.dtype))
 
 
 class FinishedProjections(Projections):
-    """Projections that exist as whole tensors; rotated on their way into the send buffer."""
+    """Projections that exist as whole tensors, rotated while they are copied to send buffers."""
 
     def __init__(self, x: Qkv, rotary: Rotary):
         """``x``: [n, b, heads, d] each, not yet rotated."""
@@ -225,8 +229,8 @@ class FinishedProjections(Projections):
     def write(self, kind: Literal["q", "k", "v"], heads: Sequence[range], send: Tensor) -> None:
         x = getattr(self.x, kind)
         views = blocks(send, list(map(len, heads)), self.n, self.b, self.d)
-        for some, view in zip(heads, views, strict=True):
-            part = x[:, :, some.start : some.stop]  # [n, b, heads of one rank, d]
+        for rank_heads, view in zip(heads, views, strict=True):
+            part = x[:, :, rank_heads.start : rank_heads.stop]  # [n, b, heads of the rank, d]
             if kind == "v":
                 view.copy_(part)
             else:

@@ -1,13 +1,13 @@
 """The loss of a language-model head, one chunk of tokens at a time.
 
-Logits are the largest tensor of a long sequence: 313 GiB a rank in fp32 for 5 Mi tokens over 8
-ranks and a vocabulary of 128,256. Here a chunk's logits are made, turned into the loss and into
-both gradients, and dropped before the next chunk's are made, all in the forward pass.
+Logits are the largest tensor of a long sequence: 313 GiB per rank in fp32 for 5 Mi tokens over 8
+ranks and a vocabulary of 128,256. Here a chunk's logits are computed, turned into the loss and into
+both gradients, and freed before the next chunk's are computed, all in the forward pass.
 
 Letters: n tokens of this rank (before sequence parallelism splits them), b micro-batch, m hidden
 size, v padded vocabulary, t tensor-parallel ranks, c tokens of a chunk.
 
-Alive at the peak, beside the inputs:
+Live at the peak, beside the inputs:
 
 - for each token of a chunk 4 v/t bytes of fp32 logits, over which their gradient is written, and
   in bf16 2 v/t more for the copy that enters the matrix products; with sequence parallelism also
@@ -15,6 +15,8 @@ Alive at the peak, beside the inputs:
 - for the whole call 4 m v/t bytes of weight gradient, from the start of forward to backward;
 - for each token of the call 4 bytes of loss, and 8 more while the labels are checked.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,16 +50,16 @@ def chunked_cross_entropy(
     result). Collective over ``tp_group``.
 
     .. warning::
-        **If a gradient is due, hidden is destroyed**: on return its storage holds its gradient,
-        which backward hands on. Pass a tensor that nobody reads again, such as the output of the
-        final norm. If an earlier operation saved it for its own backward, autograd raises there
-        ("modified by an inplace operation"); a later reader is not noticed.
+        **If a gradient is needed, hidden is overwritten**: on return its storage holds its
+        gradient, which backward returns. Pass a tensor that is not read again, such as the output
+        of the final norm. If an earlier operation saved it for its own backward, autograd raises
+        there ("modified by an inplace operation"); a later read is not detected.
 
-    The gradients are ready after forward. So there is one backward for each forward, and
-    evaluation belongs under ``torch.no_grad()``, which makes no gradient and leaves ``hidden``.
+    The gradients are complete after forward. So each forward allows one backward, and evaluation
+    belongs under ``torch.no_grad()``, which computes no gradient and leaves ``hidden`` intact.
 
-    With ``norm`` the hidden states are normalized here, a chunk at a time, and what is written over
-    them is the gradient of the residual: it stays one storage from embedding to loss and back.
+    With ``norm`` the hidden states are normalized here, a chunk at a time, and are overwritten by
+    the gradient of the residual, which so stays one storage from embedding to loss and back.
 
     ``weight.grad_dtype`` is set to fp32, so that a bf16 leaf receives its gradient as it was
     accumulated; with tied embeddings the embedding's gradient is added to it in fp32. All weights
@@ -67,12 +69,12 @@ def chunked_cross_entropy(
         hidden: [n, b, m], contiguous. With sequence parallelism [n/t, b, m]: positions from r*n/t
             on rank r.
         weight: [v/t, m], this TP rank's rows. Rows from ``vocab_size`` on, counted over all ranks,
-            are padding: they have no part in the softmax and get a zero gradient.
+            are padding: they are not in the softmax and get a zero gradient.
         labels: [b, n] int64, of all n positions.
         token_weights: [b, n] fp32. A token of weight 0 may have any label.
         vocab_size: tokens of the vocabulary, without padding.
-        chunk_size: tokens (positions x b) whose logits are alive at a time; None is all of them.
-            With sequence parallelism each rank gives its t-th part of them, at least one.
+        chunk_size: tokens (positions x b) whose logits are live at a time; None is all of them.
+            With sequence parallelism a t-th part of them is from each rank, at least one.
         tp_group: the ranks that share the vocabulary; None if it is not split.
         sequence_parallel: gather ``hidden`` over ``tp_group`` and reduce-scatter its gradient, by
             chunks.
@@ -80,8 +82,8 @@ def chunked_cross_entropy(
             :func:`megatron_untied.gpt_model.deferred`. Its own gradients are summed in fp32.
 
     Raises:
-        ValueError: for shapes that do not fit together, and for a label outside the vocabulary on
-            a token of nonzero weight. For the labels the host waits for the device once a call.
+        ValueError: for inconsistent shapes, and for a label outside the vocabulary on a token of
+            nonzero weight. To check the labels, the host waits for the device once per call.
             Under FakeTensorMode they have no values and are not checked.
     """
     split = VocabularySplit.of(
@@ -89,7 +91,7 @@ def chunked_cross_entropy(
     )
     _check_shapes(hidden, labels, token_weights, split)
     _check_labels(labels, token_weights, vocab_size)
-    inputs = (
+    inputs = _Inputs(
         hidden,
         weight,
         split.by_hidden_row(labels),
@@ -100,31 +102,51 @@ def chunked_cross_entropy(
     )
     norm_parameters = [] if norm is None else list(norm.parameters())
     leaves = [x for x in (weight, *norm_parameters) if x.requires_grad]
-    # Asked here: inside the Function weights seem to need a gradient even under no_grad.
+    # Tested here: inside the Function weights need a gradient even under no_grad.
     if not torch.is_grad_enabled() or not (hidden.requires_grad or leaves):
-        return _sum_of_chunks(*inputs)
+        return _sum_of_chunks(inputs, _Gradients())
     for leaf in leaves:
         if leaf.is_leaf:
             leaf.grad_dtype = accumulation_dtype(leaf.dtype)
     return _ChunkedCrossEntropy.apply(*inputs, *norm_parameters)
 
 
+class _Inputs(NamedTuple):
+    """What the loss is computed from; in the order of :class:`_ChunkedCrossEntropy`."""
+
+    hidden: Tensor  # [n, b, m] or [n/t, b, m]
+    weight: Tensor  # [v/t, m]
+    labels: Tensor  # [blocks, n/blocks * b], the order of hidden rows
+    token_weights: Tensor  # likewise, fp32
+    split: VocabularySplit
+    rows_per_chunk: int
+    norm: nn.Module | None
+
+
+class _Gradients(NamedTuple):
+    """Where gradients are accumulated; None for those that are not needed."""
+
+    hidden: Tensor | None = None  # may be the hidden states themselves
+    weight: Tensor | None = None  # [v/t, m] fp32
+    norm: GradientSums | None = None
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Both gradients are made in forward; backward scales them and lets go of them."""
+    """Forward computes both gradients; backward scales and releases them."""
 
     @staticmethod
     def forward(
         ctx, hidden, weight, labels, token_weights, split, rows_per_chunk, norm, *norm_parameters
     ):
-        # detach() shares the version counter: whoever saved ``hidden`` for backward will notice.
+        # detach() shares the version counter, so autograd raises if ``hidden`` was saved earlier.
         d_hidden = hidden.detach() if ctx.needs_input_grad[0] else None
         d_weight = None
         if ctx.needs_input_grad[1]:
             with allocating(MemoryCategory.WEIGHT_GRADIENTS):
                 d_weight = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
         norm_sums = None if norm is None else GradientSums(norm)
-        inputs = hidden, weight, labels, token_weights, split, rows_per_chunk, norm
-        loss = _sum_of_chunks(*inputs, d_hidden, d_weight, norm_sums)
+        inputs = _Inputs(hidden, weight, labels, token_weights, split, rows_per_chunk, norm)
+        loss = _sum_of_chunks(inputs, _Gradients(d_hidden, d_weight, norm_sums))
         d_norm = [] if norm_sums is None else norm_sums.in_order()
         ctx.gradients = d_hidden, d_weight, None, None, None, None, None, *d_norm
         return loss
@@ -132,36 +154,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss):
-        # Nothing here may outlive the return: the next node overwrites d_hidden if it is its only
-        # owner, and else has to copy it.
+        # No reference may outlive the return: the next node overwrites d_hidden only if it holds
+        # the last one, and otherwise copies it.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(
-                "chunked_cross_entropy has one backward for each forward: its gradients were "
-                "handed on by the first"
+                "chunked_cross_entropy allows one backward per forward: the first one released its "
+                "gradients; run the forward again"
             )
-        # Also when the factor is 1: to ask would make the host wait. A vector takes part in type
-        # promotion, where a scalar would be rounded to bf16 before the product.
+        # Also if the factor is 1: a test would make the host wait for the device. A vector takes
+        # part in type promotion; a scalar would be rounded to bf16 before the product.
         scale = d_loss.reshape(1)
         return tuple(None if d is None else d.mul_(scale) for d in gradients)
 
 
-def _sum_of_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    token_weights: Tensor,
-    split: VocabularySplit,
-    rows_per_chunk: int,
-    norm: nn.Module | None,
-    d_hidden: Tensor | None = None,
-    d_weight: Tensor | None = None,
-    norm_sums: GradientSums | None = None,
-) -> Tensor:
-    """The loss; fills ``d_hidden`` (it may be ``hidden``) and adds to the others, where given.
-
-    ``labels`` and ``token_weights`` come in hidden rows' order, [blocks, n/blocks * b].
-    """
+def _sum_of_chunks(inputs: _Inputs, gradients: _Gradients) -> Tensor:
+    """The loss; overwrites ``gradients.hidden`` and adds to the others, if given."""
+    hidden, weight, labels, token_weights, split, rows_per_chunk, norm = inputs
+    d_hidden, d_weight, norm_sums = gradients
     hidden_rows = hidden.detach().view(-1, hidden.shape[-1])
     d_hidden_rows = None if d_hidden is None else d_hidden.view_as(hidden_rows)
     losses = torch.empty_like(token_weights)
@@ -185,7 +195,7 @@ def _sum_of_chunks(
             names = norm_sums.names([""])
             (dx,) = tile_backward(_normalize, norm, [x], [d_y], norm_sums, names)
             if d_hidden is not None:
-                d_hidden_rows[rows] = dx
+                d_hidden_rows[rows] = dx  # over x, which was read for the last time
     return (losses * token_weights).sum()  # once: its error does not grow with the chunks
 
 
@@ -198,16 +208,16 @@ def _chunk_losses(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
 ) -> Tensor:
-    """Losses of one chunk, [c]; a call of its own, so that its logits are gone by the next one."""
+    """Losses of one chunk, [c]; a function of its own, so that its logits are freed on return."""
     hidden = split.gather(hidden)  # [c, m]
     with allocating(MemoryCategory.LOGITS):
-        logits = _logits(hidden, weight)  # [c, columns]
+        logits = _logits(hidden, weight)  # [c, columns], fp32
     column, owned = split.column_of(labels)
     losses, total = _cross_entropy_(logits, column, owned, split)
     if d_hidden is None and d_weight is None:
         return losses
     _exponentials_to_gradient_(logits, total, column, owned, token_weights)
-    # Narrowed for the products; the fp32 original is freed, for no other frame knows it.
+    # Narrowed for the products; the fp32 original is freed, as no other frame references it.
     logits = logits[:, : split.num_columns].to(hidden.dtype)
     if d_weight is not None:
         add_product_(d_weight, logits.t(), hidden)
@@ -221,7 +231,7 @@ def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    if len(weight) == 0:  # nothing but padding on this rank: one column that nobody chooses
+    if len(weight) == 0:  # only padding on this rank: one column of probability 0
         return torch.full_like(hidden[:, :1], -torch.inf, dtype=accumulation_dtype(hidden.dtype))
     return product(hidden, weight.t())
 
@@ -239,7 +249,7 @@ def _cross_entropy_(
 def _exponentials_to_gradient_(
     logits: Tensor, total: Tensor, column: Tensor, owned: Tensor, token_weights: Tensor
 ) -> None:
-    """Write (softmax - one-hot label) x token weight over the exponentials."""
+    """Turn ``logits``, exponentials by now, into (softmax - one-hot label) x token weight."""
     logits.mul_((token_weights / total)[:, None])
     logits.scatter_add_(1, column[:, None], (-token_weights).where(owned, 0)[:, None])
 

@@ -1,4 +1,4 @@
-"""How a language-model head lies over tensor-parallel ranks, and the sums over them."""
+"""How tensor-parallel ranks share a language-model head, and the reductions over them."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,19 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabularySplit:
-    """This rank's columns of the logits, and the ranks that have the rest.
+    """This rank's columns of the logits, and the group that has the rest.
 
     Letters as in :mod:`megatron_untied.loss.chunked_cross_entropy`. Methods that end in ``_``
     and :meth:`gather` are collective over ``group``.
     """
 
     group: ProcessGroup | None
-    """The ranks that share the vocabulary; None for one rank alone, which has no collectives."""
+    """The ranks that share the vocabulary; None for one rank, without collectives."""
     first_column: int
     num_columns: int
     """Real tokens among this rank's rows of the weight; 0 if they are all padding."""
     num_token_blocks: int
-    """Ranks that hold a part of the tokens each: t with sequence parallelism, else 1."""
+    """Ranks that hold a part of the tokens each: t with sequence parallelism, otherwise 1."""
 
     @classmethod
     def of(
@@ -38,7 +38,7 @@ class VocabularySplit:
         if vocab_size > rows * t:
             raise ValueError(
                 f"vocab_size is {vocab_size}, but the weight has {rows} rows on each of {t} "
-                f"tensor-parallel ranks; pad it to at least {-(-vocab_size // t)} rows a rank"
+                f"tensor-parallel ranks; pad it to at least {-(-vocab_size // t)} rows per rank"
             )
         return cls(
             group=None if t == 1 else group,
@@ -48,13 +48,13 @@ class VocabularySplit:
         )
 
     def by_hidden_row(self, x: Tensor) -> Tensor:
-        """What tokens carry, in the order of hidden rows: [b, n] -> [blocks, n/blocks * b]."""
+        """Reorder values per token to hidden rows: [b, n] -> [blocks, n/blocks * b]."""
         return x.t().reshape(self.num_token_blocks, -1)
 
     def column_of(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Each label's column in this rank's logits, [c], and whether it is there at all, [c].
+        """Each label's column in this rank's logits, int64 [c], and whether it is there, bool [c].
 
-        A label of another rank, or one that is masked and means nothing, has column 0.
+        Labels of other ranks, and arbitrary labels of masked tokens, get column 0.
         """
         column = labels - self.first_column
         owned = (column >= 0) & (column < self.num_columns)
@@ -72,19 +72,19 @@ class VocabularySplit:
         return gathered
 
     def max_(self, x: Tensor) -> Tensor:
-        """Maximum over the ranks, in place."""
+        """Maximum over the ranks, in place; any shape."""
         if self.group is not None:
             dist.all_reduce(x, dist.ReduceOp.MAX, self.group)
         return x
 
     def sum_(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+        """Sum over the ranks, in place; any shape."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
 
     def sum_product_(self, rows: Tensor, a: Tensor, b: Tensor) -> None:
-        """Sum ``a @ b``, [c, m], over the ranks; ``rows`` gets what :meth:`gather` took from it."""
+        """Sum ``a @ b``, [c, m], over the ranks; ``rows`` [c/blocks, m] receives its own part."""
         if self.num_token_blocks == 1:
             self.sum_(torch.mm(a, b, out=rows))
         else:

@@ -152,15 +152,15 @@ class StreamedActivations:
     def kept_forward(self, layer: int) -> Bytes:
         """On the device when the forward of ``layer`` ends."""
         return self._on_device(
-            inputs=[i for i in range(layer + 1) if self.policy.keeps_input(i)],
+            inputs=[i for i in range(layer + 1) if self.policy.layers[i].saves_input],
             outputs=range(layer + 1) if self.policy.selective else (),
         )
 
     def kept_backward(self, layer: int) -> Bytes:
         """On the device when the backward of ``layer`` begins, with its group recomputed."""
-        first = self.policy.first_of_group(layer)
+        first = self.policy.layers[layer].group[0]
         group = range(first, layer + 1)
-        earlier = [i for i in range(first) if self.policy.keeps_input(i)]
+        earlier = [i for i in range(first) if self.policy.layers[i].saves_input]
         return self._on_device(
             inputs=[*earlier, *group],
             outputs=range(layer + 1) if self.policy.selective else group,
@@ -169,8 +169,9 @@ class StreamedActivations:
     def _on_device(self, inputs: Sequence[int], outputs: Sequence[int]) -> Bytes:
         """Bytes of the inputs and of the outputs of these layers that are not on the host."""
         geo, policy = self.geometry, self.policy
-        num_inputs = sum(not policy.input_on_host(i) for i in inputs)
-        num_outputs = sum(policy.keeps_output(i) and not policy.output_on_host(i) for i in outputs)
-        num_lse = sum(not policy.lse_on_host(i) for i in outputs)
+        num_inputs = sum(not policy.layers[i].input_on_host for i in inputs)
+        layers = [policy.layers[i] for i in outputs]
+        num_outputs = sum(layer.saves_output and not layer.output_on_host for layer in layers)
+        num_lse = sum(not layer.lse_on_host for layer in layers)
         kept = num_inputs * geo.residual_bytes + num_outputs * geo.output_bytes
         return Bytes({MemoryCategory.KEPT: kept + num_lse * geo.lse_bytes})

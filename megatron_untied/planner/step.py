@@ -182,7 +182,7 @@ class StreamedStep(Step):
         attention = alive + self.residual_in_attention + self.tiles.projection
         attention += kept.workspace(Phase.ATTENTION_FORWARD, layer)
         # Log-sum-exps that stay on the device are already counted with what is kept.
-        is_counted = policy.selective and not policy.lse_on_host(layer)
+        is_counted = policy.selective and not policy.layers[layer].lse_on_host
         yield Phase.ATTENTION_FORWARD, attention + (Bytes() if is_counted else lse)
 
         mlp = alive + self.residual + self.tiles.mlp_forward
@@ -193,9 +193,9 @@ class StreamedStep(Step):
     def layer_backward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
         geo, policy, workspace = self.geometry, self.activations.policy, self.activations.workspace
         alive = self.around_layer_backward(layer) + self.activations.kept_backward(layer)
-        if policy.lse_on_host(layer):  # fetched for the whole layer
+        if policy.layers[layer].lse_on_host:  # fetched for the whole layer
             alive += Bytes({MemoryCategory.KEPT: geo.lse_bytes})
-        if layer == policy.last_of_group(layer):
+        if layer == policy.layers[layer].group[-1]:
             yield from self._recompute_group(layer, alive + self.residual)
 
         # Gradients of weights are summed over tiles in fp32, those of a first tile are not yet.
@@ -235,7 +235,7 @@ class StreamedStep(Step):
         if not policy.selective:
             attention = alive + workspace(Phase.RECOMPUTE_ATTENTION, layer)
             yield Phase.RECOMPUTE_ATTENTION, attention + self.tiles.projection
-        members = layer - policy.first_of_group(layer) + 1
+        members = layer - policy.layers[layer].group[0] + 1
         if members == 1:
             return
         alive += workspace(Phase.RECOMPUTE_MLP, layer - 1)
@@ -245,7 +245,7 @@ class StreamedStep(Step):
             return
         # One layer earlier the next layer's weights arrive, and the last input is not there yet.
         alive += self.weights.gathered(Stage.RECOMPUTE_AHEAD)
-        if not policy.input_on_host(layer):
+        if not policy.layers[layer].input_on_host:
             alive -= Bytes({MemoryCategory.KEPT: self.geometry.residual_bytes})
         yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward
         yield Phase.BACKWARD, alive + self.residual

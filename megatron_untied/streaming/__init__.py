@@ -1,9 +1,10 @@
-"""The layer that never holds more than it must.
+"""Transformer layers whose activations are streamed: in tiles, in head chunks, to the host.
 
-Everything token-wise runs a tile of the sequence at a time (:mod:`.tiles`), attention a few heads
-at a time. :mod:`.layer` is the order of both, forward and backward; :mod:`.stash` is what a layer
-keeps between the two, and where: device, host (:mod:`.host_arena`), or nowhere because it is
-computed again.
+:mod:`.layer` is the order of one layer: everything token-wise runs on a tile of the sequence at a
+time (:mod:`megatron_untied.tiling`), attention on a chunk of heads at a time. Between forward and
+backward :mod:`.activation_store` holds what a layer saved: on the device, in host memory
+(:mod:`.host_arena`), or not at all because :mod:`.recompute` computes it again.
+:mod:`.activation_policy` decides which, and :mod:`.memory_plan` adds it all up without a run.
 
 Memory is counted in H = n * b * m elements: one residual tensor on one rank.
 """

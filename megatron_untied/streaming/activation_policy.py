@@ -1,4 +1,4 @@
-"""Which layer keeps what, and where: integers only."""
+"""Which activations each layer saves, and whether on the device or the host: integers only."""
 
 from dataclasses import dataclass
 
@@ -6,56 +6,56 @@ from megatron_untied.config import MemoryConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ActivationPolicy:
-    """What the layers of one model keep for their backward. Layers are counted from 0."""
+class LayerPolicy:
+    """What one layer saves for its backward."""
 
-    num_layers: int
+    group: range
+    """The layers of its checkpoint group: the first saves its input, the last is the first whose
+    backward runs. Layers are counted from 0."""
+    saves_input: bool
+    saves_output: bool
+    """Whether attention output and log-sum-exps are saved: always with ``selective``, else while
+    the group is recomputed."""
+    input_on_host: bool
+    """Where the input is, if it is saved."""
+    output_on_host: bool
+    """Whether the attention output goes to the host, saved or not: backward holds the slots of its
+    gradient beside it on the device."""
+    lse_on_host: bool
+    """Whether the log-sum-exps wait for backward on the host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationPolicy:
+    """What the layers of one model save for their backward."""
+
     selective: bool
-    """Whether attention outputs are kept, and not only inputs."""
-    layers_per_group: int
-    host_layers: int
-    """The first so many layers keep on the host."""
+    """Whether attention outputs are saved, and not only inputs."""
     park: bool
-    """O, dO, and the sums of dK and dV go through the host even if nothing has to be kept."""
+    """Whether O, dO, and the sums of dK and dV pass through the host even if nothing is saved."""
+    layers: tuple[LayerPolicy, ...]
 
     @classmethod
     def of(cls, memory: MemoryConfig, num_layers: int) -> "ActivationPolicy":
-        """What ``memory`` asks for."""
-        return cls(
-            num_layers=num_layers,
-            selective=memory.recompute_granularity == "selective",
-            layers_per_group=memory.recompute_num_layers,
-            host_layers=memory.cpu_offloading_num_layers,
-            park=memory.park_during_attention,
-        )
-
-    def keeps_input(self, layer: int) -> bool:
-        """Whether forward keeps the input of ``layer``: the first of a group."""
-        return layer == self.first_of_group(layer)
-
-    def first_of_group(self, layer: int) -> int:
-        """The layer whose input the group of ``layer`` starts from."""
-        return layer - layer % self.layers_per_group
-
-    def last_of_group(self, layer: int) -> int:
-        """The layer of the group whose backward comes first."""
-        return min(self.first_of_group(layer) + self.layers_per_group, self.num_layers) - 1
-
-    def input_on_host(self, layer: int) -> bool:
-        """Whether the input of ``layer``, if it is kept, is on the host."""
-        return layer < self.host_layers
-
-    def output_on_host(self, layer: int) -> bool:
-        """Whether the attention output of ``layer`` goes to the host, kept or not.
-
-        Beside it on the device backward has slots of its gradient.
-        """
-        return self.park or self.input_on_host(layer)
-
-    def keeps_output(self, layer: int) -> bool:
-        """Whether the output of ``layer`` is kept: always, or while its group is recomputed."""
-        return self.selective or layer != self.last_of_group(layer)
-
-    def lse_on_host(self, layer: int) -> bool:
-        """Whether log-sum-exps of ``layer`` wait for its backward on the host."""
-        return self.keeps_output(layer) and self.input_on_host(layer)
+        """The policy of ``num_layers`` layers under the flags in ``memory``."""
+        selective = memory.recompute_granularity == "selective"
+        size = memory.recompute_num_layers
+        layers = []
+        for index in range(num_layers):
+            first = index - index % size
+            group = range(first, min(first + size, num_layers))
+            on_host = index < memory.cpu_offloading_num_layers
+            # With full recompute the backward of the group's last layer comes at once: its output
+            # is used without being saved.
+            saves_output = selective or index != group[-1]
+            layers.append(
+                LayerPolicy(
+                    group=group,
+                    saves_input=index == first,
+                    saves_output=saves_output,
+                    input_on_host=on_host,
+                    output_on_host=on_host or memory.park_during_attention,
+                    lse_on_host=on_host and saves_output,
+                )
+            )
+        return cls(selective=selective, park=memory.park_during_attention, layers=tuple(layers))

@@ -1,10 +1,10 @@
-"""What a layer keeps for its backward, and what is recomputed from less.
+"""What a layer saves for its backward, on the device or the host.
 
-``full`` keeps the layer input x. ``selective`` also keeps the attention output O and its
-log-sum-exp, so that attention runs once per step. With checkpoint groups of k layers x is kept for
-the first layer of a group only. In backward the others' are recomputed from the x before: with
-``selective`` by linear work alone, with ``full`` by running the group's attention once more, whose
-O is then kept for the group's own backward.
+``full`` saves the layer input x. ``selective`` also saves the attention output O and its
+log-sum-exp, so that attention runs once per step. With checkpoint groups of k layers x is saved for
+the first layer of a group only, and backward recomputes the others from the x before
+(:mod:`.recompute`): with ``selective`` by linear work alone, with ``full`` by running the group's
+attention once more, whose O is then saved until the group's own backward.
 """
 
 import functools
@@ -23,7 +23,7 @@ from megatron_untied.phases import MemoryCategory, allocating
 from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host import HostHeadMajor, HostRows
-from megatron_untied.streaming.host_arena import HostArena, HostSlot
+from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.streaming.host_sums import HostKvSums
 from megatron_untied.streaming.rows import DeviceRows, Rows
 
@@ -32,33 +32,34 @@ class StoredLse:
     """Log-sum-exps that wait for their backward: on the device, or in slots of ``arena``."""
 
     def __init__(self, lse: LogSumExps, arena: HostArena | None):
-        self._device = lse[0][0].device
-        self._lse: LogSumExps | None = lse if arena is None else None
-        self._slots = [] if arena is None else [[_stored(x, arena) for x in c] for c in lse]
+        """``lse``: fp32 [b, heads of a kernel call, s/r], by chunk and kernel call."""
+        self._lse, self._slots, self._device = lse, None, lse[0][0].device
+        if arena is None:
+            return
+        self._lse, self._slots = None, []
+        for chunk in lse:
+            self._slots.append([arena.reserve(x.shape, x.dtype) for x in chunk])
+            for slot, x in zip(self._slots[-1], chunk, strict=True):
+                slot.write(x.contiguous()).wait()  # small: one copy per kernel call
 
     def on_device(self) -> LogSumExps:
-        """On the device; host memory is given back."""
+        """On the device, as given; host memory is released, so call it once."""
         if self._lse is not None:
             return self._lse
-        return [[_fetched(slot, self._device) for slot in chunk] for chunk in self._slots]
-
-
-def _stored(lse: Tensor, arena: HostArena) -> HostSlot:
-    slot = arena.reserve(lse.shape, lse.dtype)
-    slot.store(lse.contiguous()).wait()
-    return slot
-
-
-def _fetched(slot: HostSlot, device: torch.device) -> Tensor:
-    lse = torch.empty(slot.shape, dtype=slot.dtype, device=device)
-    slot.fetch(lse).wait()
-    slot.release()
-    return lse
+        fetched: LogSumExps = []
+        for chunk in self._slots:
+            fetched.append([])
+            for slot in chunk:
+                lse = torch.empty(slot.shape, dtype=slot.dtype, device=self._device)
+                slot.read(lse).wait()
+                slot.release()
+                fetched[-1].append(lse)
+        return fetched
 
 
 @dataclass(slots=True, eq=False)
 class SavedLayer:
-    """What layer ``index`` keeps from one forward."""
+    """What layer ``index`` saved in one forward."""
 
     layer: nn.Module
     index: int
@@ -69,7 +70,7 @@ class SavedLayer:
 
 @dataclass(slots=True, eq=False)
 class CheckpointGroup:
-    """The layers from one kept input to the next, in one forward."""
+    """The layers from one saved input to the next, in one forward."""
 
     sequence: SequenceInfo
     members: list[SavedLayer] = field(default_factory=list)
@@ -86,14 +87,18 @@ class HeadMajorSpec:
 
     @property
     def layout(self) -> HeadMajorLayout:
-        """Where its heads lie."""
+        """The order of its heads in memory."""
         sizes = self.sizes
         return HeadMajorLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ActivationStore:
-    """Puts what the layers of one model keep where the policy says. It lives in the graph."""
+    """Stores what the layers of one model save, where the policy places it.
+
+    The store itself holds only the group that forward is filling. Everything else is referenced by
+    the autograd graph, so a graph that is dropped frees what it saved.
+    """
 
     policy: ActivationPolicy
     arena: HostArena
@@ -101,52 +106,55 @@ class ActivationStore:
     _open: CheckpointGroup | None = None
 
     def begin(self, layer: nn.Module, index: int, sequence: SequenceInfo) -> CheckpointGroup:
-        """The group of layer ``index`` in the forward that is running, that layer its last."""
-        if self.policy.keeps_input(index):
+        """Append layer ``index`` to the checkpoint group of the running forward; returns that."""
+        policy = self.policy.layers[index]
+        if policy.saves_input:
             self._open = CheckpointGroup(sequence)
         group = self._open
         assert group is not None, "layers run in order, from the first of a group"
         group.members.append(SavedLayer(layer, index))
-        if index == self.policy.last_of_group(index):
-            self._open = None  # from here on only the graph keeps it
+        if index == policy.group[-1]:
+            self._open = None  # from here on only the graph references it
         return group
 
-    def keep_rows(self, saved: SavedLayer, x: Tensor) -> Copy | None:
-        """Keep ``x`` as the layer's input; it may change once the returned copy was waited for."""
-        if not self.policy.input_on_host(saved.index):
+    def save_input(self, saved: SavedLayer, x: Tensor) -> Copy | None:
+        """Save the layer's input [n, b, m] or [n/t, b, m]; wait for the copy before changing x."""
+        if not self.policy.layers[saved.index].input_on_host:
             with allocating(MemoryCategory.KEPT):
-                saved.x = DeviceRows(x.clone())
+                saved.x = DeviceRows(x.clone())  # the layer overwrites x itself
             return None
         slot = self.arena.reserve(x.shape, x.dtype)
         saved.x = HostRows(slot, self.workspace, x.device)
-        return slot.store(x)
+        return slot.write(x)
 
-    def out(self, index: int, spec: HeadMajorSpec, *, is_kept: bool) -> HeadMajor:
-        """Slots for the attention output of layer ``index``.
+    def out(self, index: int, spec: HeadMajorSpec, *, is_saved: bool) -> HeadMajor:
+        """Slots for the attention output of layer ``index``, [n, b, h, d].
 
-        What is not kept is done with before another layer runs.
+        If it is not saved, its last use must be before another layer runs.
         """
-        if self.policy.output_on_host(index):
-            return self._on_host(Staging.of_out(spec.sizes, spec.tile_tokens), spec)
-        if is_kept:
+        if self.policy.layers[index].output_on_host:
+            staging = Staging.of_out(spec.sizes, spec.tile_tokens)
+            return HostHeadMajor(staging, spec.layout, self.arena, self.workspace, spec.device)
+        if is_saved:
             with allocating(MemoryCategory.KEPT):
                 storage = torch.empty(spec.layout.numel, dtype=spec.sizes.dtype, device=spec.device)
             return DeviceHeadMajor(storage, spec.layout)
-        return self._shared("out", spec)
+        return self._in_workspace("out", spec)
 
     def d_out(self, spec: HeadMajorSpec) -> HeadMajor:
-        """Slots for the gradient of the attention output."""
+        """Slots for the gradient of the attention output, [n, b, h, d]."""
         if self.policy.park:
-            return self._on_host(Staging.of_d_out(spec.sizes, spec.tile_tokens), spec)
-        return self._shared("d_out", spec)
+            staging = Staging.of_d_out(spec.sizes, spec.tile_tokens)
+            return HostHeadMajor(staging, spec.layout, self.arena, self.workspace, spec.device)
+        return self._in_workspace("d_out", spec)
 
-    def keep_lse(self, index: int, lse: LogSumExps, *, is_kept: bool) -> StoredLse:
+    def save_lse(self, index: int, lse: LogSumExps, *, is_saved: bool) -> StoredLse:
         """The log-sum-exps of layer ``index``, for its backward."""
-        on_host = is_kept and self.policy.input_on_host(index)
+        on_host = is_saved and self.policy.layers[index].input_on_host
         return StoredLse(lse, self.arena if on_host else None)
 
     def make_sums(self, sizes: Sizes, rows_at_a_time: int, device: torch.device) -> MakeSums | None:
-        """What dK and dV are summed in; None is device memory of the chunk loop."""
+        """Makes what dK and dV are summed in; None if that is the workspace of the chunk loop."""
         if not self.policy.park:
             return None
         return functools.partial(
@@ -158,10 +166,7 @@ class ActivationStore:
             workspace=self.workspace,
         )
 
-    def _on_host(self, staging: Staging, spec: HeadMajorSpec) -> HeadMajor:
-        return HostHeadMajor(staging, spec.layout, self.arena, self.workspace, spec.device)
-
-    def _shared(self, name: str, spec: HeadMajorSpec) -> HeadMajor:
-        """In the workspace: no longer kept than one layer runs."""
+    def _in_workspace(self, name: str, spec: HeadMajorSpec) -> HeadMajor:
+        # The next layer takes the same memory.
         storage = self.workspace.take(head_major_slots(name, spec.sizes), spec.device)
         return DeviceHeadMajor(storage, spec.layout)

@@ -15,28 +15,30 @@ compute       copy-in         fetched data may be used only once it is there
 copy-out      copy-in         host memory may be overwritten only once its last fetch is done
 ============  ==============  ===============================================================
 
-:class:`CopyEngine` queues the edges to compute with every copy and those from copies to compute in
-:meth:`Copy.wait`; which copies share host memory its caller knows, and passes the one to come
-after. The engine is the same on every machine, only the streams differ, so a test drives it with
-simulated ones that run copies in the worst order their edges allow.
+:class:`CopyEngine` queues the edges to compute with every copy, and :meth:`Copy.wait` queues those
+from copies to compute. Which copies share host memory is up to the caller, who passes the earlier
+one as ``after``. The engine is the same on every machine and only the streams differ, so tests
+drive it with simulated streams that run copies in the worst order their edges allow.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 class Stream(Protocol):
     """A queue of work that runs in order: the part of ``torch.cuda.Stream`` used here."""
 
     def record_event(self) -> Any:
-        """An event that happens when all that is queued so far is done."""
+        """An event that happens when all work queued so far is done."""
 
     def wait_event(self, event: Any) -> None:
-        """Let what is queued from now on start only after ``event``."""
+        """Let work queued from now on start only after ``event``."""
 
     def synchronize(self) -> None:
         """Block the host until the queue is empty."""
@@ -53,8 +55,8 @@ class Streams(Protocol):
         """Queue ``work`` on ``stream``."""
 
 
-class CudaStreams:
-    """Two copy streams beside whatever stream torch computes on when asked."""
+class CudaStreams(Streams):
+    """Two copy streams beside the stream that torch currently computes on."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -66,63 +68,60 @@ class CudaStreams:
         """The current stream; in backward autograd makes it the one that forward ran on."""
         return torch.cuda.current_stream(self._device)
 
+    @override
     def launch(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
-        """Run ``work`` with ``stream`` current, so that its copies are queued there."""
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # the copies that ``work`` makes are queued there
             work()
 
 
-class CpuStream:
-    """A stream whose work is done as soon as it is queued."""
-
-    def record_event(self) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: None) -> None:
-        """Nothing to wait for."""
+class CpuStream(torch.cpu.Stream):
+    """A stream whose work is done as soon as it is queued, so there is nothing to wait for."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Part of :class:`Stream` that torch leaves out."""
 
 
-class CpuStreams:
+class CpuStreams(Streams):
     """A machine without a device: copies run at once, in program order."""
 
     def __init__(self):
         self.compute = self.copy_out = self.copy_in = CpuStream()
 
+    @override
     def launch(self, stream: CpuStream, work: Callable[[], None]) -> None:
-        """Run ``work`` now."""
         work()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """A copy under way. Whoever started it must :meth:`wait` before touching the device tensor."""
+    """A copy in flight. Call :meth:`wait` before compute touches its device tensor."""
 
-    def __init__(self, engine: "CopyEngine", done: Any):
-        self._engine = engine
-        self.done = done
+    engine: "CopyEngine"
+    done: Any
+    """The event that ends it."""
 
     def wait(self) -> None:
-        """Let compute queued from now on start after this copy. The host goes on at once.
+        """Let compute queued from now on start after this copy. The host does not block.
 
         After a copy to the host the device tensor may then be overwritten or dropped; after a
         copy to the device it may be used. Waiting again is harmless.
         """
-        self._engine.wait(self)
+        self.engine.streams.compute.wait_event(self.done)
+        self.engine.device_tensors.pop(self, None)
 
 
 class CopyEngine:
-    """Queues copies on ``streams`` and holds each device tensor until its copy was waited for.
+    """Queues copies on ``streams`` and references each device tensor until its copy is waited for.
 
-    Held rather than ``record_stream``: once compute waits for the copy, memory that the allocator
-    hands out again is used by compute after it. ``record_stream`` would delay the reuse until the
-    host happens to ask, and with it move the peak.
+    A reference rather than ``record_stream``: once compute waits for the copy, memory that the
+    allocator hands out again is used by compute after it. ``record_stream`` would delay the reuse
+    until the host happens to poll the event, which moves the memory peak from run to run.
     """
 
     def __init__(self, streams: Streams):
-        self._streams = streams
-        self._device_tensors: dict[Copy, Tensor] = {}
+        self.streams = streams
+        self.device_tensors: dict[Copy, Tensor] = {}
+        """Those of copies not yet waited for."""
 
     @classmethod
     def for_device(cls, device: torch.device) -> "CopyEngine":
@@ -137,8 +136,7 @@ class CopyEngine:
             host: same shape and dtype.
             after: the last copy that read ``host``.
         """
-        work = partial(copy_by_pieces, device_tensor, host)
-        return self._start(self._streams.copy_out, work, device_tensor, after)
+        return self._start(self.streams.copy_out, device_tensor, host, device_tensor, after)
 
     def copy_in(self, host: Tensor, device_tensor: Tensor, *, after: Copy | None) -> Copy:
         """Start host to device, behind all compute so far and the copy ``after``.
@@ -148,33 +146,33 @@ class CopyEngine:
             device_tensor: not touched by compute queued from now on, until waited for.
             after: the last copy that wrote ``host``.
         """
-        work = partial(copy_by_pieces, host, device_tensor)
-        return self._start(self._streams.copy_in, work, device_tensor, after)
-
-    def wait(self, copy: Copy) -> None:
-        """Let compute go on only after ``copy``, and let go of its device tensor."""
-        self._streams.compute.wait_event(copy.done)
-        self._device_tensors.pop(copy, None)
+        return self._start(self.streams.copy_in, host, device_tensor, device_tensor, after)
 
     def wait_all(self) -> None:
         """Wait for every copy not yet waited for: the end of a step, or of a failed one."""
-        for copy in list(self._device_tensors):
-            self.wait(copy)
+        for copy in list(self.device_tensors):
+            copy.wait()
 
     def synchronize(self) -> None:
-        """Block the host until no copy is running: before host memory is given back."""
-        self._streams.copy_out.synchronize()
-        self._streams.copy_in.synchronize()
+        """Block the host until no copy is running: before host memory is freed."""
+        self.streams.copy_out.synchronize()
+        self.streams.copy_in.synchronize()
 
     def _start(
-        self, stream: Stream, work: Callable[[], None], device_tensor: Tensor, after: Copy | None
+        self,
+        stream: Stream,
+        source: Tensor,
+        target: Tensor,
+        device_tensor: Tensor,
+        after: Copy | None,
     ) -> Copy:
-        stream.wait_event(self._streams.compute.record_event())
+        # The edges to compute and to the other copy stream come first: the copy is behind both.
+        stream.wait_event(self.streams.compute.record_event())
         if after is not None:
             stream.wait_event(after.done)
-        self._streams.launch(stream, work)
+        self.streams.launch(stream, partial(copy_by_pieces, source, target))
         copy = Copy(self, stream.record_event())
-        self._device_tensors[copy] = device_tensor
+        self.device_tensors[copy] = device_tensor
         return copy
 
 

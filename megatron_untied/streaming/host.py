@@ -1,4 +1,4 @@
-"""Tensors of a layer that are on the host and come to the device in parts."""
+"""Tensors of a layer that are in host memory and pass through the device in parts."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import Buffer, Staging, row_tiles
+from megatron_untied.context_parallel.buffer_plan import PerChunk, Staging, row_tiles
 from megatron_untied.context_parallel.exchange import DeviceHeadMajor, HeadMajor, HeadMajorLayout
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.copy_engine import Copy
@@ -17,9 +17,9 @@ from megatron_untied.tiling import Tile
 
 
 class HostRows(Rows):
-    """[rows, b, m] on the host, read tile by tile with one tile ahead.
+    """[rows, b, m] on the host, read tile by tile with the next tile in flight.
 
-    Two tiles of device memory, shared by all layers: only one iteration may be under way.
+    The two tiles of device memory are shared by all layers: only one iteration may be under way.
     """
 
     def __init__(self, slot: HostSlot, workspace: Workspace, device: torch.device):
@@ -29,7 +29,7 @@ class HostRows(Rows):
     @override
     def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
         largest = max(tile.local.stop - tile.local.start for tile in tiles)
-        numel = largest * self.shape[1:].numel()
+        numel = largest * self.shape[1:].numel()  # the last tile may be smaller
         room = self.workspace.take(row_tiles(numel, self.dtype), self.device)
         return prefetch(((self.host_slot, tile.local) for tile in tiles), room.view(2, numel))
 
@@ -39,7 +39,10 @@ class HostRows(Rows):
 
 
 class HostHeadMajor(HeadMajor):
-    """Head-major slots on the host, which pass through the device one chunk at a time."""
+    """Head-major slots on the host, which pass through the device one chunk at a time.
+
+    Copies are waited for by compute alone, as late as their device buffer's reuse allows.
+    """
 
     def __init__(
         self,
@@ -54,87 +57,84 @@ class HostHeadMajor(HeadMajor):
         self.dtype, self.device = staging.tile.dtype, device
         self._num_chunks = len(layout.counts)
         self._slots = [
-            [arena.reserve(blocks, self.dtype) for blocks in layout.even_blocks(j)]
+            [arena.reserve(shape, self.dtype) for shape in layout.even_blocks(j)]
             for j in range(self._num_chunks)
         ]
-        self._leaving: list[list[Copy]] = [[] for _ in staging.recv]
-        self._arriving: dict[int, list[Copy]] = {}
+        self._copies_out: list[list[Copy]] = [[] for _ in staging.recv]  # by receive buffer
+        self._copies_in: dict[int, list[Copy]] = {}  # by chunk
 
     @override
     def send_buffer(self, j: int) -> Tensor:
-        if j not in self._arriving:
+        if j not in self._copies_in:
             self._fetch(j)
-        _wait(self._arriving.pop(j))
+        _wait(self._copies_in.pop(j))
         # The chunk before this one was sent by now, so its buffer is free.
         if len(self.staging.send) > 1 and j + 1 < self._num_chunks:
             self._fetch(j + 1)
-        return self._take(self.staging.send[j], j)
+        return self._buffer(self.staging.send, j)
 
     @override
     def recv_buffer(self, j: int) -> Tensor:
-        _wait(self._leaving[j % len(self._leaving)])  # what was there before is on the host
-        return self._take(self.staging.recv[j], j)
+        # The previous chunk in this buffer must be on the host before another is received.
+        _wait(self._copies_out[j % len(self._copies_out)])
+        return self._buffer(self.staging.recv, j)
 
     @override
     def received(self, j: int) -> None:
-        pairs = self._pairs(j, self._take(self.staging.recv[j], j), self.layout)
-        self._leaving[j % len(self._leaving)] = [host.store(blocks) for host, blocks in pairs]
-        if self.staging.borrowed:  # the buffer's own content comes next
-            self.settle()
+        pairs = self._pairs(j, self._buffer(self.staging.recv, j), self.layout)
+        self._copies_out[j % len(self._copies_out)] = [slot.write(part) for slot, part in pairs]
+        if self.staging.borrowed:  # the memory's owner writes to it next
+            self._wait_copies_out()
 
     @override
-    def rows(self, rows: Sequence[slice]) -> Tensor:
-        self.settle()  # the next layer's slots leave through the same device buffers
-        out, parts = self.layout.empty_rows(rows, self.dtype, self.device)
-        for run, part in zip(rows, parts, strict=True):
-            staged, pairs = self._staged(run)
-            _wait([host.read((slice(None), run), blocks) for host, blocks in pairs])
-            staged.read(slice(0, len(part)), part)
-        return out
+    def read(self, rows: slice, out: Tensor) -> None:
+        self._wait_copies_out()  # the next layer's chunks pass through the same device buffers
+        staged, pairs = self._staged(rows)
+        _wait([slot.read(block, (slice(None), rows)) for slot, block in pairs])
+        staged.read(slice(0, len(out)), out)
 
     @override
     def write(self, rows: slice, value: Tensor) -> None:
         staged, pairs = self._staged(rows)
         staged.write(slice(0, len(value)), value)
-        _wait([host.write((slice(None), rows), blocks) for host, blocks in pairs])
+        _wait([slot.write(block, (slice(None), rows)) for slot, block in pairs])
 
     @override
     def release(self) -> None:
-        self.settle()
+        self._wait_copies_out()
         for slot in itertools.chain(*self._slots):
             slot.release()
 
-    def settle(self) -> None:
-        """Wait until nothing is on its way to the host."""
-        for leaving in self._leaving:
-            _wait(leaving)
-            leaving.clear()
+    def _wait_copies_out(self) -> None:
+        for copies in self._copies_out:
+            _wait(copies)
+            copies.clear()
 
     def _fetch(self, j: int) -> None:
-        pairs = self._pairs(j, self._take(self.staging.send[j], j), self.layout)
-        self._arriving[j] = [host.fetch(blocks) for host, blocks in pairs]
+        pairs = self._pairs(j, self._buffer(self.staging.send, j), self.layout)
+        self._copies_in[j] = [slot.read(part) for slot, part in pairs]
 
-    def _take(self, buffer: Buffer, j: int) -> Tensor:
-        return self.workspace.take(buffer, self.device)[: self.layout.slot_numels[j]]
+    def _buffer(self, buffers: PerChunk, j: int) -> Tensor:
+        return self.workspace.take(buffers[j], self.device)[: self.layout.slot_numels[j]]
 
     def _staged(self, rows: slice) -> tuple[DeviceHeadMajor, list[tuple[HostSlot, Tensor]]]:
-        """Device memory for some tokens of all chunks, and its parts with the slots they are of."""
-        layout = self.layout.of_tokens(rows.stop - rows.start)
+        """Device memory for ``rows`` of all chunks, and its parts with their slots."""
+        own = self.layout
+        # A layout of its own: all chunks of a few tokens, as small as a tile of the residual.
+        layout = HeadMajorLayout(own.schedule, rows.stop - rows.start, own.b, own.d)
         storage = self.workspace.take(self.staging.tile, self.device)[: layout.numel]
-        staged = DeviceHeadMajor(storage, layout)
-        return staged, [
-            pair
-            for j in range(self._num_chunks)
-            for pair in self._pairs(j, staged.send_buffer(j), layout)
-        ]
+        staged, pairs = DeviceHeadMajor(storage, layout), []
+        for j in range(self._num_chunks):
+            pairs += self._pairs(j, staged.send_buffer(j), layout)
+        return staged, pairs
 
     def _pairs(
         self, j: int, flat: Tensor, layout: HeadMajorLayout
     ) -> list[tuple[HostSlot, Tensor]]:
         """The slots of chunk j, each with its part of ``flat``, which is chunk j of ``layout``."""
-        blocks = layout.even_blocks(j)
-        parts = flat.split([each.numel() for each in blocks])
-        views = (part.view(each) for part, each in zip(parts, blocks, strict=True))
+        shapes = layout.even_blocks(j)  # [ranks, n, b, heads per rank, d] each
+        parts = flat.split([shape.numel() for shape in shapes])
+        views = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
         return list(zip(self._slots[j], views, strict=True))
 
 

@@ -1,15 +1,15 @@
-"""Host memory for what a layer keeps: slots that are filled and read back beside compute.
+"""Host memory for what a layer saves: slots that are written and read back beside compute.
 
 A slot is host memory for one tensor. Memory grows by whole segments, one for each slot that finds
-no released one of its size: allocated exactly (rounded up to 4 KiB), registered with CUDA once,
-then reused. The first step therefore sizes the arena, without anybody having to list in advance
-what the stash policy of every layer will keep, and later steps allocate nothing. A slot per
-segment leaves nothing to fragment, and registering costs time by the byte, not by the call.
+no released segment of its size: allocated exactly (rounded up to 4 KiB), registered with CUDA once,
+then reused. So the first step sizes the arena, no list of all layers' activations is needed, and
+later steps allocate nothing. One slot per segment cannot fragment, and the cost of registering
+grows with bytes, not with calls.
 
 Forward of one layer, with the residual updated in place, and its backward by tiles::
 
     slot = arena.reserve(residual.shape, residual.dtype)
-    copied = slot.store(residual)            # starts behind the compute queued so far
+    copied = slot.write(residual)            # starts behind the compute queued so far
     ...                                      # attention: reads the residual, does not write it
     copied.wait()                            # compute, not the host, waits for the copy
     residual += output                       # now it may change
@@ -19,10 +19,8 @@ Forward of one layer, with the residual updated in place, and its backward by ti
         ...                                  # the next tile arrives meanwhile
     slot.release()                           # after its last read was started
 
-Parking is the same: ``slot.store(g).wait()``, give g's storage back (``resize_(0)``), and later
-allocate it again and ``slot.fetch(g).wait()``. One layer ahead works like one tile ahead: keep
-``prefetch(...)`` over the layers in reverse, take ``next`` in each layer's backward, and drop it
-after the last one, as it holds the room. ``arena.engine.wait_all()`` after a failed step.
+Parking is the same: ``slot.write(g).wait()``, give g's storage back (``resize_(0)``), and later
+allocate it again and ``slot.read(g).wait()``. Call ``arena.engine.wait_all()`` after a failed step.
 """
 
 import itertools
@@ -86,34 +84,30 @@ class HostArena:
         return cls(CopyEngine(CpuStreams()), allocate_counted)
 
     def reserve(self, shape: Iterable[int], dtype: torch.dtype) -> "HostSlot":
-        """Host memory for one tensor. Its content is undefined until something is written."""
+        """Host memory for one tensor, uninitialized."""
         shape = torch.Size(shape)
         num_pages = -(-shape.numel() * dtype.itemsize // PAGE_BYTES)
-        num_bytes = max(1, num_pages) * PAGE_BYTES  # an empty tensor has its page too
+        num_bytes = max(1, num_pages) * PAGE_BYTES  # mmap refuses a length of 0
         released = self._released[num_bytes]
-        # The longest released comes first: its last copies are the most likely to be done.
-        segment = released.popleft() if released else self._grow(num_bytes)
+        if released:
+            # The segment released first: its last copies are the most likely to be done.
+            segment = released.popleft()
+        else:
+            segment = _Segment(self._allocate(num_bytes))
+            self.num_allocations += 1
+            self.reserved_bytes += num_bytes
         self.used_bytes += num_bytes
         self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
         return HostSlot(self, segment, shape, dtype)
 
     def trim(self) -> None:
-        """Give released memory back to the system, once the copies running are done.
+        """Free released memory once running copies are done. Blocks the host.
 
-        For a change of sequence length, and before an arena is dropped. Blocks the host.
+        For a change of sequence length, and before an arena is dropped.
         """
         self.engine.synchronize()
         self._released.clear()
         self.reserved_bytes = self.used_bytes
-
-    def _grow(self, num_bytes: int) -> _Segment:
-        self.num_allocations += 1
-        self.reserved_bytes += num_bytes
-        return _Segment(self._allocate(num_bytes))
-
-    def _take_back(self, segment: _Segment) -> None:
-        self.used_bytes -= segment.memory.nbytes
-        self._released[segment.memory.nbytes].append(segment)
 
 
 class HostSlot:
@@ -134,26 +128,18 @@ class HostSlot:
         self._host = segment.memory[:num_bytes].view(dtype).view(shape)
         self._is_written = False
 
-    def store(self, tensor: Tensor) -> Copy:
-        """Start copying ``tensor`` (shape and dtype of the slot) to the host."""
-        return self.write((), tensor)
-
-    def fetch(self, out: Tensor) -> Copy:
-        """Start copying the slot into ``out`` on the device."""
-        return self.read((), out)
-
-    def write(self, index: Index, tensor: Tensor) -> Copy:
-        """Start copying ``tensor`` to ``slot[index]``."""
-        segment = self._held_segment()
+    def write(self, tensor: Tensor, index: Index = ()) -> Copy:
+        """Start copying ``tensor`` to ``slot[index]``, by default the whole slot."""
+        segment = self._live_segment()
         copy = self._arena.engine.copy_out(tensor, self._host[index], after=segment.last_read)
         # The copy-out stream runs in order: the last write is behind all others.
         segment.last_write = copy
         self._is_written = True
         return copy
 
-    def read(self, index: Index, out: Tensor) -> Copy:
-        """Start copying ``slot[index]`` into ``out`` on the device."""
-        segment = self._held_segment()
+    def read(self, out: Tensor, index: Index = ()) -> Copy:
+        """Start copying ``slot[index]``, by default the whole slot, into ``out`` on the device."""
+        segment = self._live_segment()
         assert self._is_written, "this slot is read before anything was written to it"
         copy = self._arena.engine.copy_in(self._host[index], out, after=segment.last_write)
         segment.last_read = copy
@@ -161,45 +147,44 @@ class HostSlot:
 
     def shape_of(self, index: Index) -> torch.Size:
         """The shape that :meth:`read` at ``index`` expects."""
-        self._held_segment()
+        self._live_segment()
         return self._host[index].shape
 
     def release(self) -> None:
-        """Let another slot have the memory, at once: its writes wait for the reads started here."""
-        self._arena._take_back(self._held_segment())
-        self._segment = self._host = None  # a trim must find no view that keeps the memory
+        """Let another slot reuse the memory: its writes will wait for reads started here."""
+        arena, segment = self._arena, self._live_segment()
+        arena.used_bytes -= segment.memory.nbytes
+        arena._released[segment.memory.nbytes].append(segment)
+        self._segment = self._host = None  # a view left here would keep memory that trim frees
 
     def __del__(self):
         # A forward whose graph is dropped without a backward must not lose host memory.
         if self._segment is not None:
             self.release()
 
-    def _held_segment(self) -> _Segment:
+    def _live_segment(self) -> _Segment:
         assert self._segment is not None, "this slot was released"
         return self._segment
 
 
 def prefetch(reads: Iterable[tuple[HostSlot, Index]], room: Tensor) -> Iterator[Tensor]:
-    """Yield each read on the device, contiguous, with the next one already on its way.
+    """Yield each read on the device, contiguous, while the next one is copied.
 
     Args:
-        reads: slots and what to read of them; taken one ahead of what is yielded.
-        room: [2, k] on the device, of the slots' dtype, k the elements of the largest read. What
-            is yielded lies in it and is valid until the next is asked for.
+        reads: slots and what to read of them; consumed one ahead of what is yielded.
+        room: [2, k] on the device, of the slots' dtype, k the elements of the largest read. A
+            yielded tensor lies in it and is valid until the next is requested.
     """
-    ahead = None
+    ahead: tuple[Copy, Tensor] | None = None
+    # A half is fetched into behind all compute so far, so behind every use of its previous tensor.
     for (slot, index), half in zip(reads, itertools.cycle(room)):
         shape = slot.shape_of(index)
         out = half[: shape.numel()].view(shape)
-        # Behind all compute so far, so also behind the use of the tensor that was here before.
-        following = slot.read(index, out), out
+        copy = slot.read(out, index)
         if ahead is not None:
-            yield _arrived(*ahead)
-        ahead = following
+            ahead[0].wait()
+            yield ahead[1]
+        ahead = copy, out
     if ahead is not None:
-        yield _arrived(*ahead)
-
-
-def _arrived(copy: Copy, out: Tensor) -> Tensor:
-    copy.wait()
-    return out
+        ahead[0].wait()
+        yield ahead[1]

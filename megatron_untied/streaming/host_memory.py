@@ -1,8 +1,8 @@
 """Page-aligned host memory for the arena: registered with CUDA, pageable, or only counted.
 
-Each allocator here takes a number of bytes, a multiple of ``PAGE_BYTES``, and returns a uint8
-tensor of exactly that size. Keep that tensor as long as its memory is copied from or to; the
-memory goes back to the system when the last view of it is gone.
+Each allocator takes a number of bytes, a multiple of ``PAGE_BYTES``, and returns a uint8 tensor of
+exactly that size. Reference that tensor while its memory is copied from or to: the memory is freed
+with the last view of it.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def allocate_pageable(num_bytes: int) -> Tensor:
 
 
 def allocate_counted(num_bytes: int) -> Tensor:
-    """No memory, for a trace with fake tensors: on "meta", so nobody takes it for the device's."""
+    """No memory, for a trace with fake tensors: on "meta", so it is not counted as the device's."""
     return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
 
@@ -35,8 +35,8 @@ class RegisteredMemory:
     """Allocates memory that the device copies from and to directly, beside compute.
 
     ``cudaHostRegister`` takes exactly the bytes it is given; ``pin_memory`` would round them up to
-    a power of two. When CUDA refuses there is one warning, and memory is pageable from then on:
-    right, but its copies are slower and hold up the host.
+    a power of two. If CUDA refuses, one warning is given and all later memory is pageable: results
+    are the same, but copies are slower and block the host.
 
     Args:
         cudart: ``torch.cuda.cudart()``.
@@ -49,36 +49,28 @@ class RegisteredMemory:
         self._refused = False
 
     def __call__(self, num_bytes: int) -> Tensor:
-        """Memory of this size, registered where CUDA agrees."""
+        """uint8 [num_bytes], registered unless CUDA has refused."""
         memory = allocate_pageable(num_bytes)
-        if not self._refused:
-            self._register(memory)
-        return memory
-
-    def _register(self, memory: Tensor) -> None:
-        error = self._cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if self._refused:
+            return memory
+        error = self._cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0)
         if int(error) == 0:
             # Registered pages outlive their mapping and would make the next one there fail.
             unregister = weakref.finalize(
                 memory, self._cudart.cudaHostUnregister, memory.data_ptr()
             )
             unregister.atexit = False  # the CUDA context is gone by then
-            return
+            return memory
         self._refused = True
-        _take_last_cuda_error(self._device)
+        # CUDA's "last error" is still set, and torch would raise it at some later kernel launch.
+        # torch does not expose cudaGetLastError; the check behind a launch reads and clears it.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self._device)
         warnings.warn(
-            f"could not register {memory.nbytes} bytes ({memory.nbytes / 2**30:.1f} GiB) of pinned "
-            f"host memory with CUDA: {self._cudart.cudaGetErrorString(error)}. Training goes on "
+            f"could not register {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) of pinned host "
+            f"memory with CUDA: {self._cudart.cudaGetErrorString(error)}. Training continues "
             "with pageable memory, whose copies are slower and do not overlap with compute. Raise "
             "the memlock limit (ulimit -l unlimited) or the container's memory limit.",
             stacklevel=2,
         )
-
-
-def _take_last_cuda_error(device: torch.device) -> None:
-    """Clear CUDA's "last error", which torch would otherwise raise at some later kernel launch.
-
-    torch does not expose cudaGetLastError; the check behind its next launch reads and clears it.
-    """
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device=device)
+        return memory

@@ -1,4 +1,4 @@
-"""The megatron-core module for the layer slot: forward and backward in phases.
+"""The megatron-core transformer layer: forward and backward in phases.
 
 Forward: for each chunk of heads project and exchange q (k, v), attend, exchange back into the
 chunk's slot of O; then tile by tile the output projection, the residual and the MLP, written over
@@ -6,10 +6,10 @@ the residual itself.
 
 Backward, with the incoming gradient G overwritten in place:
 
-1. by tiles: the MLP and the output projection backwards; the gradient of O goes head-major into
-   slots;
-2. by chunks of heads: attention backwards; dQ lands in the slot that dO has left;
-3. by tiles: rotate back, through the QKV projection and the norm, into G.
+1. by tiles: the backward of the MLP and the output projection; the gradient of O goes head-major
+   into slots;
+2. by chunks of heads: the backward of attention; dQ is received in the slot that dO was sent from;
+3. by tiles: the backward of the rotation, the QKV projection and the norm, added to G.
 """
 
 from dataclasses import dataclass
@@ -53,6 +53,7 @@ from megatron_untied.tiling import (
     tiles_of,
 )
 
+# Parameters whose gradients are summed over tiles in phase 3, and in phase 1.
 BEFORE_ATTENTION = (
     "input_layernorm.",
     "self_attention.linear_qkv.",
@@ -73,8 +74,8 @@ class StreamingContext:
 class UntiedTransformerLayer(TransformerLayer):
     """A transformer layer whose residual is updated in place and whose backward recomputes.
 
-    Built from the standard layer's submodules, with the same parameter names. What comes back from
-    :meth:`forward` lies in the memory of what went in: nothing else may read the input afterwards.
+    Built from the standard layer's submodules, with the same parameter names. The output of
+    :meth:`forward` is in the memory of its input: nothing else may read the input afterwards.
     """
 
     def __init__(
@@ -87,9 +88,9 @@ class UntiedTransformerLayer(TransformerLayer):
         vp_stage: int | None = None,
         *,
         streaming: StreamingContext,
-        **later_arguments: object,
+        **newer_core_arguments: object,
     ):
-        """``later_arguments`` are those that megatron-core after 0.16 also gives."""
+        """``newer_core_arguments``: what megatron-core passes after 0.16, such as ``name``."""
         super().__init__(
             config,
             submodules,
@@ -97,7 +98,7 @@ class UntiedTransformerLayer(TransformerLayer):
             hidden_dropout,
             pg_collection,
             vp_stage,
-            **later_arguments,
+            **newer_core_arguments,
         )
         if self.hidden_dropout or config.attention_dropout:
             raise ValueError(
@@ -112,33 +113,34 @@ class UntiedTransformerLayer(TransformerLayer):
         attention_mask: Tensor | None = None,
         *,
         packed_seq_params: SequenceInfo | None = None,
-        **slot_arguments: object,
+        **unused_arguments: object,
     ) -> tuple[Tensor, None]:
-        """[n, b, m] -> [n, b, m] in the same memory, and no cross-attention context."""
-        self._refuse_backward_hooks()
-        # Inside a Function's forward grad mode is off, so it is asked here. Without a backward
-        # nothing may be kept.
-        sequence, group = SequenceInfo.from_slot(packed_seq_params), None
-        if torch.is_grad_enabled():
-            group = self.streaming.store.begin(self, self.layer_number - 1, sequence)
-        out = _StreamedLayer.apply(hidden_states, self, sequence, group, *self.parameters())
-        return out, None
+        """[n, b, m] -> [n, b, m] in the same memory, and no cross-attention context.
 
-    def _refuse_backward_hooks(self) -> None:
+        Masks, rotary tables and inference contexts that megatron-core passes are not used.
+        """
         if self._backward_hooks:
             raise ValueError(
                 "a full backward hook on a streamed layer would see its output's gradient after "
                 "that became its input's; use register_full_backward_pre_hook, or a hook on the "
                 "output tensor."
             )
+        sequence, group = SequenceInfo.from_slot(packed_seq_params), None
+        # Inside a Function's forward grad mode is off, so it is tested here: without a backward
+        # nothing may be saved.
+        if torch.is_grad_enabled():
+            group = self.streaming.store.begin(self, self.layer_number - 1, sequence)
+        out = _StreamedLayer.apply(hidden_states, self, sequence, group, *self.parameters())
+        return out, None
 
     @property
     def progress(self) -> LayerProgress:
-        """Where this layer states its phases."""
+        """Receives the phases of this layer."""
         return self.self_attention.ulysses.progress
 
     def tiles(self, num_local: int) -> list[Tile]:
         """The tiles of a residual of ``num_local`` rows."""
+        # With sequence parallelism a tile is gathered over the tensor-parallel ranks.
         gathered = self.tp_group.size() if self.config.sequence_parallel else 1
         return tiles_of(num_local, self.streaming.tile_size, gathered)
 
@@ -155,27 +157,27 @@ class _StreamedLayer(torch.autograd.Function):
         group: CheckpointGroup | None,
         *parameters,
     ) -> Tensor:
-        """The layer's output, written over ``x`` [n, b, m]; ``group`` gets what backward needs."""
+        """The layer's output, written over ``x`` [n, b, m]; saved in the last of ``group``."""
         ctx.layer, ctx.group, store = layer, group, layer.streaming.store
         for parameter in parameters:
             # A bf16 leaf takes the fp32 sums as they are; autograd would round them first.
             parameter.grad_dtype = accumulation_dtype(parameter.dtype)
         saved = group and group.members[-1]
-        leaving, keeps_attention = None, saved is not None and store.policy.selective
-        if saved is not None and store.policy.keeps_input(saved.index):
-            leaving = store.keep_rows(saved, x)
+        copy, saves_attention = None, saved is not None and store.policy.selective
+        if saved is not None and store.policy.layers[saved.index].saves_input:
+            copy = store.save_input(saved, x)  # overlaps with attention, which only reads x
         with offload_during(x, store, copy=saved and saved.x) as rows:
             with layer.progress.phase(Phase.ATTENTION_FORWARD):
-                out, lse = attend(layer, rows, sequence, is_kept=keeps_attention)
-        if leaving is not None:
-            leaving.wait()
-        # mark_dirty would say that x is overwritten, but FSDP2 hands x over as a view made by a
-        # custom Function, and autograd refuses to modify that. An alias shares the version
-        # counter, so an operation that saved x for its own backward still notices.
+                out, lse = attend(layer, rows, sequence, is_saved=saves_attention)
+        if copy is not None:
+            copy.wait()
+        # Not mark_dirty(x): FSDP2 passes x as a view made by a custom Function, which autograd
+        # refuses to modify. An alias shares the version counter, so autograd still raises for an
+        # operation that saved x for its own backward.
         result = x.detach()
         with layer.progress.phase(Phase.MLP_FORWARD):
             finish(layer, DeviceRows(x), out, result)
-        if keeps_attention:
+        if saves_attention:
             saved.out, saved.lse = out, lse
         else:
             out.release()
@@ -185,38 +187,39 @@ class _StreamedLayer(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         layer, group = ctx.layer, ctx.group
         if not is_ours(gradient):
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            gradient = gradient.clone(memory_format=torch.contiguous_format)  # costs 1 H
+        # In a group the first call recomputes all layers, the others find theirs complete.
         saved = recompute(group, layer.streaming.store, attend, finish)
         y = SavedAttention(saved.out, saved.lse.on_device())
         sums = layer_backward(layer, gradient, saved.x, y, group.sequence)
-        saved.x.release()
+        saved.x.release()  # host memory is free for the next layer, whatever still references it
         saved.out.release()
         return gradient, None, None, None, *sums.in_order()
 
 
 def attend(
-    layer: UntiedTransformerLayer, x: Rows, sequence: SequenceInfo, *, is_kept: bool
+    layer: UntiedTransformerLayer, x: Rows, sequence: SequenceInfo, *, is_saved: bool
 ) -> tuple[HeadMajor, StoredLse]:
     """Attention of all heads over the layer's input: O [n, b, h, d] and its lse. Collective.
 
-    O that is not kept is valid until the next layer runs.
+    O that is not saved is valid until the next layer runs.
     """
     store, index = layer.streaming.store, layer.layer_number - 1
     attention = layer.self_attention.attention_over(sequence)
     projections = _projections(layer, x, sequence)
-    out = store.out(index, _slots(layer, projections, attention), is_kept=is_kept)
+    out = store.out(index, _slots(layer, projections, attention), is_saved=is_saved)
     lse = layer.self_attention.ulysses.forward(projections, out, attention)
-    return out, store.keep_lse(index, lse, is_kept=is_kept)
+    return out, store.save_lse(index, lse, is_saved=is_saved)
 
 
 def finish(layer: UntiedTransformerLayer, x: Rows, out: HeadMajor, result: Tensor) -> None:
-    """All that follows attention: x [n, b, m], O [n, b, h, d] -> ``result`` [n, b, m].
+    """Output projection, residual, MLP: x [n, b, m], O [n, b, h, d] -> ``result`` [n, b, m].
 
-    ``result`` may be the memory of ``x``.
+    ``result`` may be the memory of ``x``: a tile is written after it was read.
     """
     tiles = layer.tiles(len(result))
     for tile, x_tile in zip(tiles, x.tiles(tiles), strict=True):
-        result[tile.local] = after_attention(layer, x_tile, out.rows(tile.seen))
+        result[tile.local] = after_attention(layer, x_tile, out.rows(tile.seen))  # [t, b, m]
 
 
 def layer_backward(
@@ -226,7 +229,7 @@ def layer_backward(
     y: SavedAttention,
     sequence: SequenceInfo,
 ) -> GradientSums:
-    """``gradient`` [n, b, m] becomes that of x in place; returns the parameters' gradients."""
+    """Turn ``gradient`` [n, b, m] of the output into that of x; returns the parameters'."""
     store, ulysses = layer.streaming.store, layer.self_attention.ulysses
     attention = layer.self_attention.attention_over(sequence)
     sums, projections = GradientSums(layer), _projections(layer, x, sequence)
@@ -234,15 +237,15 @@ def layer_backward(
     with layer.progress.phase(Phase.MLP_BACKWARD):
         _after_attention_backward(layer, gradient, x, y.out, d_out, sums)
     with offload_during(gradient, store):
-        # As much room for the sum of one head as a tile of all heads takes.
+        # The sum of one head may take as much room as a tile of all heads.
         rows = layer.streaming.tile_size * ulysses.schedule.num_heads
         sizes = ulysses.sizes(projections, attention)
         make_sums = store.make_sums(sizes, rows, projections.device)
         with layer.progress.phase(Phase.ATTENTION_BACKWARD):
             dk, dv = ulysses.backward(projections, y, d_out, attention, make_sums)
-        # What follows needs none of the chunk loop's buffers, but their memory.
+        # The rest reads none of the chunk loop's buffers, and the residual needs their memory.
         store.workspace.release()
-    dq = d_out  # slot by slot
+    dq = d_out  # received slot by slot over dO
     with layer.progress.phase(Phase.QKV_BACKWARD):
         _before_attention_backward(layer, gradient, projections, (dq, dk, dv), sums)
     dq.release()
@@ -257,14 +260,15 @@ def _after_attention_backward(
     d_out: HeadMajor,
     sums: GradientSums,
 ) -> None:
+    """Turn ``gradient`` [n, b, m] into that of the residual; write ``d_out`` [n, b, h, d]."""
     names, tiles = sums.names(AFTER_ATTENTION), layer.tiles(len(gradient))
     for tile, x_tile in zip(tiles, x.tiles(tiles), strict=True):
         g = gradient[tile.local]
         inputs = x_tile, out.rows(tile.seen)  # [t, b, m], [t, b, h, d]
         dx, do = tile_backward(after_attention, layer, inputs, [g], sums, names)
-        g.copy_(dx)
+        g.copy_(dx)  # of the residual; what comes through q, k, v is added in phase 3
         for rows, part in split_rows(do, tile.seen):
-            d_out.write(rows, part)
+            d_out.write(rows, part)  # [t, b, h, d] -> slots of chunks
 
 
 def _before_attention_backward(
@@ -274,7 +278,10 @@ def _before_attention_backward(
     d_qkv: tuple[HeadMajor, Tensor, Tensor],
     sums: GradientSums,
 ) -> None:
-    """``d_qkv``: gradients of the rotated queries and keys, and of the values."""
+    """Add the gradient that comes through q, k, v to ``gradient`` [n, b, m].
+
+    ``d_qkv``: of the rotated queries [n, b, h, d] and keys, and of the values, [n, b, g, d].
+    """
     (dq, dk, dv), names = d_qkv, sums.names(BEFORE_ATTENTION)
     cos, sin = projections.rotary
     tiles = projections.tiles
@@ -287,7 +294,7 @@ def _before_attention_backward(
             rows_of(dv, seen).to(dtype),
         ]
         (dx,) = tile_backward(queries_keys_values, layer, [x_tile], gradients, sums, names)
-        gradient[tile.local] += dx
+        gradient[tile.local] += dx  # to that of the residual, left by phase 1
 
 
 def _projections(
@@ -308,12 +315,12 @@ def _slots(
 
 
 def is_ours(gradient: Tensor) -> bool:
-    """Whether nothing else can see this incoming gradient, so that it may be overwritten.
+    """Whether nothing else references this incoming gradient, so that it may be overwritten.
 
-    The backward of an addition hands one tensor to both branches, that of a reshape hands out a
-    view of it. torch tells no other way: both counts are private, checked with torch 2.13.
+    The backward of an addition passes one tensor to both branches, that of a reshape a view of it.
+    torch has no public test for that: both counts are private, checked with torch 2.13.
     """
-    # The handle just made counts as well.
+    # The storage handle made here counts as well.
     storage_uses = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) - 1
     alone = gradient._use_count() == 1 and storage_uses == 1 + gradient._is_view()
     return alone and gradient.is_contiguous()

@@ -1,7 +1,7 @@
 """Memory of streamed layers through a step: the workspace on the device, and the host arena.
 
-Integers only. The run takes the same buffers, from the same plans; here they are put in the order
-of a step, so that what is alive when can be read, printed and added up without running it.
+Integers only. The run takes the same buffers, from the same plans. Here they are put in the order
+of a step, so that live buffers can be listed, printed and added up without running it.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.host_arena import HostArena, HostSlot
 
 Held = dict[str, Buffer]
-"""By memory, the largest buffer that was taken of it."""
+"""By name of the memory, the largest buffer that was taken from it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +44,13 @@ class LayerSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _LayerPhase:
     """All that the buffers of a layer depend on in one phase."""
 
     phase: Phase
     reads_input_from_host: bool
     output_on_host: bool
-    keeps_output: bool
+    saves_output: bool
     park: bool
 
 
@@ -60,31 +60,33 @@ class MemoryPlan:
 
     sizes: LayerSizes
     policy: ActivationPolicy
-    _taken: dict[_Kind, tuple[Buffer, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _taken: dict[_LayerPhase, tuple[Buffer, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def workspace(self, *, first_step: bool = False) -> Iterator[tuple[Phase, int, Held]]:
-        """Phase by phase with its layer: what the workspace holds when the phase ends.
+        """Each phase with its layer: what the workspace holds when the phase ends.
 
-        It gives its memory back before the loss, and in backward after the attention of every
-        layer. What the backward of the first layer takes after that is still there in the forward
-        of the next step.
+        It frees its memory before the loss, and in backward after the attention of every layer.
+        What the backward of the first layer takes after that is still held in the forward of the
+        next step.
         """
         held: Held = {}
         if not first_step:
-            self._enter(Phase.QKV_BACKWARD, 0, held)
+            self._take(Phase.QKV_BACKWARD, 0, held)
         yield from self._step(held)
 
     def taken(self, phase: Phase, layer: int) -> tuple[Buffer, ...]:
         """The buffers that ``layer`` takes in ``phase``."""
-        policy, parks = self.policy, self.policy.park
+        policy, parks = self.policy.layers[layer], self.policy.park
         is_forward = phase in (Phase.ATTENTION_FORWARD, Phase.MLP_FORWARD)
-        # In forward the input is on the device, but while it is parked.
-        parked_input = phase == Phase.ATTENTION_FORWARD and parks
-        kind = _Kind(
+        # In forward the input is on the device, except while it is parked.
+        is_parked = phase == Phase.ATTENTION_FORWARD and parks
+        kind = _LayerPhase(
             phase,
-            parked_input if is_forward else policy.input_on_host(layer),
-            policy.output_on_host(layer),
-            policy.selective if is_forward else policy.keeps_output(layer),
+            is_parked if is_forward else policy.input_on_host,
+            policy.output_on_host,
+            self.policy.selective if is_forward else policy.saves_output,
             parks,
         )
         if kind not in self._taken:
@@ -98,48 +100,48 @@ class MemoryPlan:
                 yield phase, self.taken(phase, layer)
 
     def host_bytes(self) -> int:
-        """What the host arena has taken from the system after one step."""
-        replay = _HostReplay(self.sizes, self.policy)
-        for layer in range(self.policy.num_layers):
+        """Bytes that the host arena holds after one step."""
+        replay, layers = _HostReplay(self.sizes, self.policy), range(len(self.policy.layers))
+        for layer in layers:
             replay.forward(layer)
-        for layer in reversed(range(self.policy.num_layers)):
+        for layer in reversed(layers):
             replay.backward(layer)
         return replay.arena.reserved_bytes
 
     def _step(self, held: Held) -> Iterator[tuple[Phase, int, Held]]:
-        policy = self.policy
-        for layer in range(policy.num_layers):
+        policy, layers = self.policy, range(len(self.policy.layers))
+        for layer in layers:
             for phase in (Phase.ATTENTION_FORWARD, Phase.MLP_FORWARD):
-                yield self._enter(phase, layer, held)
+                yield phase, layer, self._take(phase, layer, held)
         held.clear()  # before the loss
-        for layer in reversed(range(policy.num_layers)):
-            if layer == policy.last_of_group(layer):
-                for each in range(policy.first_of_group(layer), layer + 1):
-                    if not policy.selective:
-                        yield self._enter(Phase.RECOMPUTE_ATTENTION, each, held)
-                    if each < layer:
-                        yield self._enter(Phase.RECOMPUTE_MLP, each, held)
-            yield self._enter(Phase.MLP_BACKWARD, layer, held)
-            yield self._enter(Phase.ATTENTION_BACKWARD, layer, held)
-            slots = {name: held[name] for name in self._slots_of_layer() if name in held}
+        for layer in reversed(layers):
+            group = policy.layers[layer].group
+            for member in group if layer == group[-1] else ():
+                if not policy.selective:
+                    phase = Phase.RECOMPUTE_ATTENTION
+                    yield phase, member, self._take(phase, member, held)
+                if member < layer:
+                    phase = Phase.RECOMPUTE_MLP
+                    yield phase, member, self._take(phase, member, held)
+            for phase in (Phase.MLP_BACKWARD, Phase.ATTENTION_BACKWARD):
+                yield phase, layer, self._take(phase, layer, held)
+            # The workspace drops O and dO here, but the layer still references their slots.
+            names = [head_major_slots(x, self.sizes.attention).memory for x in ("out", "d_out")]
+            slots = {name: held[name] for name in names if name in held}
             held.clear()
-            yield self._enter(Phase.QKV_BACKWARD, layer, held, slots)
+            yield Phase.QKV_BACKWARD, layer, self._take(Phase.QKV_BACKWARD, layer, held) | slots
             yield Phase.BACKWARD, layer, dict(held)
 
-    def _enter(
-        self, phase: Phase, layer: int, held: Held, still_read: Held | None = None
-    ) -> tuple[Phase, int, Held]:
+    def _take(self, phase: Phase, layer: int, held: Held) -> Held:
+        """Take the buffers of a phase; returns what is held then."""
         for buffer in self.taken(phase, layer):
             before = held.get(buffer.memory)
             if before is None or before.num_bytes < buffer.num_bytes:
                 held[buffer.memory] = buffer
-        return phase, layer, held | (still_read or {})
-
-    def _slots_of_layer(self) -> list[str]:
-        return [head_major_slots(name, self.sizes.attention).memory for name in ("out", "d_out")]
+        return dict(held)
 
 
-def _taken(sizes: LayerSizes, kind: _Kind) -> tuple[Buffer, ...]:
+def _taken(sizes: LayerSizes, kind: _LayerPhase) -> tuple[Buffer, ...]:
     attention, rows = sizes.attention, sizes.tile_rows
     taken: list[Buffer] = []
     if kind.reads_input_from_host:
@@ -150,8 +152,8 @@ def _taken(sizes: LayerSizes, kind: _Kind) -> tuple[Buffer, ...]:
             taken += [*buffers_of(ForwardBuffers.plan(attention)), *ring_buffers(attention)]
             if kind.output_on_host:
                 taken += out.recv
-            elif not kind.keeps_output:
-                taken.append(head_major_slots("out", attention))
+            elif not kind.saves_output:
+                taken.append(head_major_slots("out", attention))  # until the MLP has read it
         case Phase.MLP_FORWARD | Phase.RECOMPUTE_MLP:
             taken += [out.tile] if kind.output_on_host else []
         case Phase.MLP_BACKWARD:
@@ -160,9 +162,9 @@ def _taken(sizes: LayerSizes, kind: _Kind) -> tuple[Buffer, ...]:
         case Phase.ATTENTION_BACKWARD:
             plan = BackwardBuffers.plan(attention, sums_on_host=kind.park)
             taken += [*buffers_of(plan), *ring_buffers(attention)]
-            taken += out.send if kind.output_on_host else ()
+            taken += out.send if kind.output_on_host else ()  # O is sent once more
             if kind.park:
-                taken += [*d_out.send, *d_out.recv]
+                taken += [*d_out.send, *d_out.recv]  # dO is sent, dQ received
                 if attention.sums_kv:
                     taken.append(
                         sum_rows(attention, sizes.tile_size * attention.schedule.num_heads)
@@ -173,21 +175,24 @@ def _taken(sizes: LayerSizes, kind: _Kind) -> tuple[Buffer, ...]:
 
 
 class _HostReplay:
-    """Reserves from an arena without memory, in the order of ``layer.py`` and ``recompute.py``."""
+    """Reserves from an arena without memory, in the order of ``layer.py`` and ``recompute.py``.
+
+    The order matters: a reservation reuses released memory only of its own size.
+    """
 
     def __init__(self, sizes: LayerSizes, policy: ActivationPolicy):
         self.sizes, self.policy, self.arena = sizes, policy, HostArena.for_tracing()
-        attention = sizes.attention
-        self.layout = HeadMajorLayout(attention.schedule, attention.n, attention.b, attention.d)
         self.inputs: dict[int, HostSlot] = {}
         self.outputs: dict[int, list[HostSlot]] = {}
         self.lse: dict[int, list[HostSlot]] = {}
 
     def forward(self, layer: int) -> None:
-        if self.policy.keeps_input(layer):
-            self._keep_input(layer)
-        parked = self._rows() if self.policy.park and layer not in self.inputs else None
-        output = self._attend(layer, is_kept=self.policy.selective)
+        policy = self.policy.layers[layer]
+        if policy.saves_input and policy.input_on_host:
+            self.inputs[layer] = self._residual()
+        # A residual that was saved on the host is not parked a second time.
+        parked = self._residual() if self.policy.park and layer not in self.inputs else None
+        output = self._attend(layer, is_saved=self.policy.selective)
         if parked is not None:
             parked.release()
         if self.policy.selective:
@@ -196,20 +201,18 @@ class _HostReplay:
             _release(output)
 
     def backward(self, layer: int) -> None:
-        policy = self.policy
-        if layer == policy.last_of_group(layer):
-            for each in range(policy.first_of_group(layer), layer + 1):
-                if each not in self.outputs:
-                    self.outputs[each] = self._attend(each, is_kept=each < layer)
-                if each < layer:
-                    self._keep_input(each + 1)
+        group = self.policy.layers[layer].group
+        for member in group if layer == group[-1] else ():
+            if member not in self.outputs:
+                self.outputs[member] = self._attend(member, is_saved=member < layer)
+            if member < layer and self.policy.layers[member + 1].input_on_host:
+                self.inputs[member + 1] = self._residual()
         _release(self.lse.pop(layer, []))
-        d_output = self._head_major() if policy.park else []
-        if policy.park:
-            gradient = self._rows()
+        if self.policy.park:
+            d_output, gradient = self._head_major(), self._residual()
             self._sum_over_chunks()
             gradient.release()
-        _release(d_output)
+            _release(d_output)
         if layer in self.inputs:
             self.inputs.pop(layer).release()
         _release(self.outputs.pop(layer))
@@ -217,35 +220,33 @@ class _HostReplay:
     def _sum_over_chunks(self) -> None:
         """Sums of dK and dV of the heads in use."""
         attention, held = self.sizes.attention, {}
-        for mine in attention.mine if attention.sums_kv else ():
-            if mine.kv_to_load:
-                shape = attention.kv_sum_shape(len(mine.kv_to_load))
-                held[mine.kv_to_load] = self.arena.reserve(shape, attention.sum_dtype)
-            for heads in [heads for heads in held if heads[-1] in mine.kv_finished]:
+        for assignment in attention.mine if attention.sums_kv else ():
+            if assignment.kv_to_load:
+                shape = attention.kv_sum_shape(len(assignment.kv_to_load))
+                held[assignment.kv_to_load] = self.arena.reserve(shape, attention.sum_dtype)
+            for heads in [heads for heads in held if heads[-1] in assignment.kv_finished]:
                 held.pop(heads).release()
 
-    def _keep_input(self, layer: int) -> None:
-        if self.policy.input_on_host(layer):
-            self.inputs[layer] = self._rows()
-
-    def _attend(self, layer: int, *, is_kept: bool) -> list[HostSlot]:
-        output = self._head_major() if self.policy.output_on_host(layer) else []
-        if is_kept and self.policy.input_on_host(layer):
-            attention = self.sizes.attention
+    def _attend(self, layer: int, *, is_saved: bool) -> list[HostSlot]:
+        """The slots of the layer's attention output; those of its log-sum-exps are saved."""
+        policy, attention = self.policy.layers[layer], self.sizes.attention
+        output = self._head_major() if policy.output_on_host else []
+        if is_saved and policy.input_on_host:
             self.lse[layer] = [
                 self.arena.reserve(attention.lse_shape(call), accumulation_dtype(attention.dtype))
-                for mine in attention.mine
-                for call in mine.kernel_calls
+                for assignment in attention.mine
+                for call in assignment.kernel_calls
             ]
         return output
 
-    def _rows(self) -> HostSlot:
+    def _residual(self) -> HostSlot:
         return self.arena.reserve(self.sizes.residual, self.sizes.attention.dtype)
 
     def _head_major(self) -> list[HostSlot]:
-        chunks = range(len(self.layout.counts))
-        shapes = (shape for j in chunks for shape in self.layout.even_blocks(j))
-        return [self.arena.reserve(shape, self.sizes.attention.dtype) for shape in shapes]
+        sizes = self.sizes.attention
+        layout = HeadMajorLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
+        shapes = [shape for j in range(len(layout.counts)) for shape in layout.even_blocks(j)]
+        return [self.arena.reserve(shape, sizes.dtype) for shape in shapes]
 
 
 def _release(slots: list[HostSlot]) -> None:

@@ -1,4 +1,4 @@
-"""Give a tensor's device memory away while attention runs."""
+"""Free a tensor's device memory while attention runs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,19 +14,19 @@ from megatron_untied.streaming.rows import DeviceRows, Rows
 def offload_during(x: Tensor, store: ActivationStore, copy: Rows | None = None) -> Iterator[Rows]:
     """The rows of ``x`` [n, b, m]; if the store parks, ``x`` has no device memory meanwhile.
 
-    ``copy`` is one of ``x`` that exists: if it is on the host, nothing is copied out. The storage
-    keeps its identity, so whatever aliases ``x`` is right again afterwards.
+    ``copy`` is an existing copy of ``x``: if it is on the host, nothing is copied out. The storage
+    object stays the same, so aliases of ``x`` are valid again afterwards.
     """
     if not store.policy.park:
         yield DeviceRows(x)
         return
     slot = copy and copy.host_slot
-    is_ours = slot is None
-    if is_ours:
+    owns_slot = slot is None
+    if owns_slot:
         slot = store.arena.reserve(x.shape, x.dtype)
-        slot.store(x).wait()
+        slot.write(x).wait()
     else:
-        store.arena.engine.wait_all()  # x may still be on its way to that copy
+        store.arena.engine.wait_all()  # that copy may still be in flight
     storage = x.untyped_storage()
     num_bytes = storage.nbytes()
     storage.resize_(0)
@@ -34,6 +34,6 @@ def offload_during(x: Tensor, store: ActivationStore, copy: Rows | None = None) 
         yield HostRows(slot, store.workspace, x.device)
     finally:  # an error inside must not leave a tensor without memory behind
         storage.resize_(num_bytes)
-    slot.fetch(x).wait()
-    if is_ours:
+    slot.read(x).wait()
+    if owns_slot:
         slot.release()

@@ -1,4 +1,4 @@
-"""Queries, keys and values made when a chunk needs them, tile by tile."""
+"""The token-wise parts of a layer: q, k, v of a chunk's heads, and what follows attention."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -31,6 +31,7 @@ class StreamedProjections(Projections):
         tiles: Sequence[Tile],
         rotary: tuple[Tensor, Tensor],
     ):
+        """``x``: [n, b, m] or [n/t, b, m]; ``rotary``: fp32 [n, b or 1, 1, rot/2] each."""
         self.layer, self.x, self.tiles, self.rotary = layer, x, tiles, rotary
         self.n = sum(run.stop - run.start for tile in tiles for run in tile.seen)
         self.b, self.dtype, self.device = x.shape[1], x.dtype, x.device
@@ -38,59 +39,54 @@ class StreamedProjections(Projections):
 
     @override
     def write(self, kind: Literal["q", "k", "v"], heads: Sequence[range], send: Tensor) -> None:
-        # A key-value head that several ranks need is projected once.
+        # A key-value head that several ranks use is projected once.
         projected = sorted({head for rank_heads in heads for head in rank_heads})
         if not projected:
             return
-        weight, bias = self._rows(kind, projected)
+        weight, bias = self._weight_and_bias(kind, projected)
         d = self.attention.hidden_size_per_attention_head
-        column = {head: place for place, head in enumerate(projected)}
+        # The projection holds only ``projected``: heads are renumbered to its columns.
+        column = {head: i for i, head in enumerate(projected)}
         columns = [range(column[x[0]], column[x[0]] + len(x)) if x else x for x in heads]
         blocks = HeadBlocks(send, columns, self.n, self.b, d)
+        norms = {"q": self.attention.q_layernorm, "k": self.attention.k_layernorm, "v": None}
         for tile, x in zip(self.tiles, self.x.tiles(self.tiles), strict=True):
             y = F.linear(self._normed(x), weight, bias)  # [t, b, m] -> [t, b, heads * d]
-            y = self._head_norm(kind, y.unflatten(-1, (len(projected), d)))
-            for rows, part in split_rows(y, tile.seen):
+            y = y.unflatten(-1, (len(projected), d))
+            if norms[kind] is not None:
+                y = norms[kind](y)
+            for rows, part in split_rows(y, tile.seen):  # [rows, b, heads, d]
                 if kind != "v":
                     rotate_(part, *(table[rows] for table in self.rotary))
                 blocks.write(rows, part)
 
     def _normed(self, x: Tensor) -> Tensor:
+        """Tile of the normalized input, [t, b, m]: not named in the loop, so freed when used."""
         y = self.layer.input_layernorm(x)
         if self.layer.config.sequence_parallel:
             y = gather_from_sequence_parallel_region(y, group=self.layer.tp_group)
         return y
 
-    def _rows(self, kind: str, heads: list[int]) -> tuple[Tensor, Tensor | None]:
-        """Weight [heads * d, m] and bias of some heads, out of Megatron's interleaved order.
+    def _weight_and_bias(self, kind: str, heads: list[int]) -> tuple[Tensor, Tensor | None]:
+        """Weight [heads * d, m] and bias [heads * d] of ``heads``, out of Megatron's order.
 
-        The rows of one key-value head stand together: its query heads, its k, its v.
+        That keeps the rows of one key-value head together: its query heads, its k, its v.
         """
-        share = (
-            self.attention.num_attention_heads_per_partition
-            // self.attention.num_query_groups_per_partition
+        attention, d = self.attention, self.attention.hidden_size_per_attention_head
+        ratio = (
+            attention.num_attention_heads_per_partition // attention.num_query_groups_per_partition
         )
-        group_size = share + 2
-        places = {
-            "q": lambda head: head // share * group_size + head % share,
-            "k": lambda head: head * group_size + share,
-            "v": lambda head: head * group_size + share + 1,
-        }
-        index = [places[kind](head) for head in heads]
-        linear, d = self.attention.linear_qkv, self.attention.hidden_size_per_attention_head
-
-        def pick(parameter: Tensor | None) -> Tensor | None:
-            if parameter is None:
-                return None
-            rows = parameter.unflatten(0, (-1, d))
-            # Not rows[index]: a list of numbers would be sent to the device, and waited for.
-            return torch.cat([rows[i] for i in index])
-
-        return pick(linear.weight), pick(linear.bias)
-
-    def _head_norm(self, kind: str, y: Tensor) -> Tensor:
-        norms = {"q": self.attention.q_layernorm, "k": self.attention.k_layernorm, "v": None}
-        return y if norms[kind] is None else norms[kind](y)
+        if kind == "q":
+            blocks = [head // ratio * (ratio + 2) + head % ratio for head in heads]
+        else:
+            blocks = [head * (ratio + 2) + ratio + (kind == "v") for head in heads]
+        picked = []
+        for parameter in (attention.linear_qkv.weight, attention.linear_qkv.bias):
+            rows = None if parameter is None else parameter.unflatten(0, (-1, d))  # [blocks, d, m]
+            # Not rows[blocks]: a list of numbers would be copied to the device, and waited for.
+            picked.append(None if rows is None else torch.cat([rows[i] for i in blocks]))
+        weight, bias = picked
+        return weight, bias
 
 
 def queries_keys_values(layer: TransformerLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,6 +96,7 @@ def queries_keys_values(layer: TransformerLayer, x: Tensor) -> tuple[Tensor, Ten
 
 def after_attention(layer: TransformerLayer, x: Tensor, o: Tensor) -> Tensor:
     """The layer's output from its input and attention: [t, b, m], [t, b, h, d] -> [t, b, m]."""
+    # The addends have no names here, so that they are freed before the MLP allocates.
     y = x + _with_bias(*layer.self_attention.linear_proj(o.flatten(2)))
     return y + _with_bias(*layer.mlp(layer.pre_mlp_layernorm(y)))
 

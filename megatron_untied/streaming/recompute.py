@@ -1,4 +1,4 @@
-"""Recompute, in backward, what a layer did not keep."""
+"""Recompute, in backward, what a layer did not save."""
 
 from collections.abc import Callable
 
@@ -23,48 +23,42 @@ def recompute(
     attend: Callable[..., tuple[HeadMajor, StoredLse]],
     finish: Callable[[nn.Module, Rows, HeadMajor, Tensor], None],
 ) -> SavedLayer:
-    """The last layer left in ``group``, complete; the caller releases its x and O.
+    """Pop the last layer left in ``group``, complete; the caller releases its x and O.
 
-    Called in the backward of a group's layers, last first: the first call fills in what all of
-    them lack, with the layer's own ``attend`` and ``finish``. FSDP2 has gathered the parameters of
-    the calling layer only; the others' are gathered here, one at a time, and those of the layer
-    whose backward comes next stay.
+    Called in the backward of a group's layers, last first: the first call completes all of them,
+    with the layer's own ``attend`` and ``finish``. FSDP2 has gathered the parameters of the calling
+    layer only. The others' are gathered here, one layer at a time, and those of the layer whose
+    backward comes next stay gathered.
     """
     members = group.members
-    for saved, following in zip(members, [*members[1:], None], strict=True):
-        if saved.out is not None and (following is None or following.x is not None):
+    for saved, successor in zip(members, [*members[1:], None], strict=True):
+        if saved.out is not None and (successor is None or successor.x is not None):
             continue
-        if following is not None:
-            _gather(saved.layer)
+        needs_gather = successor is not None and isinstance(saved.layer, FSDPModule)
+        if needs_gather:
+            saved.layer.unshard()
         if saved.out is None:
-            is_kept = following is not None
+            # The last layer's output is used at once, in the backward that called this.
+            is_saved = successor is not None
             with saved.layer.progress.phase(Phase.RECOMPUTE_ATTENTION):
-                saved.out, saved.lse = attend(saved.layer, saved.x, group.sequence, is_kept=is_kept)
-        if following is not None:
-            _keep_output(saved, following, store, finish)
-            if following is not members[-1]:
-                _scatter(saved.layer)
+                saved.out, saved.lse = attend(
+                    saved.layer, saved.x, group.sequence, is_saved=is_saved
+                )
+        if successor is not None:
+            _recompute_input(successor, saved, store, finish)
+        if needs_gather and successor is not members[-1]:
+            saved.layer.reshard()
     return members.pop()
 
 
-def _keep_output(
-    saved: SavedLayer, following: SavedLayer, store: ActivationStore, finish: Callable[..., None]
+def _recompute_input(
+    layer: SavedLayer, before: SavedLayer, store: ActivationStore, finish: Callable[..., None]
 ) -> None:
-    """The input of the layer that follows, from the input and attention of ``saved``."""
+    """The input of ``layer``, [n, b, m], from the input and attention of the layer before it."""
     with allocating(MemoryCategory.RESIDUAL):
-        result = torch.empty(saved.x.shape, dtype=saved.x.dtype, device=saved.x.device)
-    with saved.layer.progress.phase(Phase.RECOMPUTE_MLP):
-        finish(saved.layer, saved.x, saved.out, result)
-    leaving = store.keep_rows(following, result)
-    if leaving is not None:
-        leaving.wait()
-
-
-def _gather(layer: nn.Module) -> None:
-    if isinstance(layer, FSDPModule):
-        layer.unshard()
-
-
-def _scatter(layer: nn.Module) -> None:
-    if isinstance(layer, FSDPModule):
-        layer.reshard()
+        x = torch.empty(before.x.shape, dtype=before.x.dtype, device=before.x.device)
+    with before.layer.progress.phase(Phase.RECOMPUTE_MLP):
+        finish(before.layer, before.x, before.out, x)
+    copy = store.save_input(layer, x)
+    if copy is not None:
+        copy.wait()  # x is freed on return

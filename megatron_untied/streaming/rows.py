@@ -1,4 +1,4 @@
-"""[rows, b, m] that is read tile by tile: a layer's input, wherever it is."""
+"""A layer's input [rows, b, m], read tile by tile from the device or the host."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -12,21 +12,21 @@ from megatron_untied.tiling import Tile
 
 
 class Rows(ABC):
-    """Rows that come tile by tile, on the device."""
+    """A tensor [rows, b, m] that may not fit on the device: its tiles do."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     host_slot: HostSlot | None
-    """Where they are on the host; None if they are on the device."""
+    """Their host memory; None if they are on the device."""
 
     @abstractmethod
     def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
-        """The local rows of each tile; one is valid until the next is asked for."""
+        """The local rows of each tile, [rows of the tile, b, m]; valid until the next is taken."""
 
     @abstractmethod
     def release(self) -> None:
-        """Has to be called after the last read."""
+        """Free host memory; call it after the last read."""
 
 
 class DeviceRows(Rows):
@@ -40,8 +40,8 @@ class DeviceRows(Rows):
 
     @override
     def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
-        return (self.tensor[tile.local] for tile in tiles)
+        return (self.tensor[tile.local] for tile in tiles)  # views
 
     @override
     def release(self) -> None:
-        pass
+        pass  # freed with the last reference

@@ -44,8 +44,8 @@ def test_steps_see_every_causal_pair_once(num_ring, block_size):
 @pytest.mark.parametrize("num_ring", [2, 3, 4, 7])
 def test_ranks_work_alike_and_agree_who_sends_what(num_ring):
     steps = [ring_steps(rank, num_ring, block_size=3) for rank in range(num_ring)]
-    for rank, its in enumerate(steps):
-        for step in its[1:]:
+    for rank, own in enumerate(steps):
+        for step in own[1:]:
             assert length(step.queries) * length(step.keys) == 2 * 3 * 3
             assert steps[step.reader][step.index].owner == rank
             assert steps[step.reader][step.index].keys == step.lent

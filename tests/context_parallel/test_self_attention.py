@@ -80,7 +80,7 @@ def assert_close(name, got, expected):
 
 def check_window_on_a_ring(group):
     parallel = ParallelConfig(context_parallel_size=2, cp_comm_type="p2p")
-    with pytest.raises(ValueError, match="a window of 4 keys .* give --cp-comm-type a2a"):
+    with pytest.raises(ValueError, match="a window of 4 keys .* use --cp-comm-type a2a"):
         attention_module(tiny(window_size=4), parallel, parallel_groups(parallel))
 
 

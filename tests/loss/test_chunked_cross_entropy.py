@@ -265,7 +265,7 @@ def test_second_backward_of_one_forward_is_refused():
     hidden, weight, *rest = make_case()
     loss = chunked_cross_entropy(*leaves(hidden, weight), *rest, vocab_size=VOCABULARY)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="one backward for each forward"):
+    with pytest.raises(RuntimeError, match="one backward per forward"):
         loss.backward()
 
 

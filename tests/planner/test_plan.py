@@ -143,7 +143,7 @@ def test_search_finds_nothing_for_a_sequence_that_is_too_long():
 
 
 def test_a_sequence_that_the_kernel_cannot_index_is_refused():
-    with pytest.raises(ValueError, match="the kernel counts below 2147483648; give .*ring ranks"):
+    with pytest.raises(ValueError, match="the kernel's limit is 2147483648; give .*ring ranks"):
         assert plan("--seq-length 134217728").peak
     assert longest(plan(gpu_memory_gib=10000), with_host=False) < 1 << 24
 

@@ -71,7 +71,7 @@ class RandomProgram:
     def store(self, device: int, slot: int, value: int) -> None:
         self.wait(self.copies_in[device])
         rows = slice(None) if self.slot_values[slot] is None else self.rows()
-        copy = self.slots[slot].write(rows, self.device[device][rows])
+        copy = self.slots[slot].write(self.device[device][rows], rows)
         self.copies_out[device].append(copy)
         if self.slot_values[slot] is None:
             self.slot_values[slot] = torch.empty(SHAPE)
@@ -82,7 +82,7 @@ class RandomProgram:
             return
         self.wait(self.copies_out[device])
         rows = self.rows()
-        copy = self.slots[slot].read(rows, self.device[device][rows])
+        copy = self.slots[slot].read(self.device[device][rows], rows)
         self.copies_in[device].append(copy)
         self.device_values[device][rows] = self.slot_values[slot][rows]
 
@@ -147,7 +147,7 @@ def test_wait_all_lets_go_of_every_tensor():
     streams.launch(streams.compute, lambda: tensor.zero_())
     streams.drain(ORDERS[0])  # compute first
     assert torch.equal(host, torch.ones(4))
-    assert not engine._device_tensors
+    assert not engine.device_tensors
 
 
 def test_synchronize_runs_what_is_queued():

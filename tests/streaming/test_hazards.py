@@ -68,16 +68,16 @@ def test_hooks_on_the_output_see_its_gradient_or_are_refused():
 
 def check_no_grad(group):
     model, layers = streamed_layers(GROUPS, num_layers=2)
-    stash = layers[0].streaming.store
+    store = layers[0].streaming.store
     expected = run(layers, some_input()).detach().clone()
-    assert stash.arena.used_bytes == 0  # the graph is gone, and what it held with it
+    assert store.arena.used_bytes == 0  # the graph is gone, and what it held with it
     with torch.no_grad():
         assert torch.equal(run(layers, some_input()), expected)
-    assert stash.arena.used_bytes == 0
-    reserved = stash.arena.reserved_bytes
+    assert store.arena.used_bytes == 0
+    reserved = store.arena.reserved_bytes
     run(layers, some_input().requires_grad_()).sum().backward()
-    assert stash.arena.used_bytes == 0
-    assert stash.arena.reserved_bytes >= reserved
+    assert store.arena.used_bytes == 0
+    assert store.arena.reserved_bytes >= reserved
 
 
 def test_a_forward_without_grad_keeps_nothing():

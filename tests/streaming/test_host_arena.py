@@ -44,7 +44,7 @@ def forward_and_backward(arena: HostArena, num_layers: int, step: int) -> None:
     for _ in range(num_layers):
         inputs.append(residual.clone())
         slots.append(arena.reserve(residual.shape, residual.dtype))
-        copied = slots[-1].store(residual)
+        copied = slots[-1].write(residual)
         update = torch.randn(residual.shape, generator=generator)
         copied.wait()
         residual += update
@@ -53,9 +53,9 @@ def forward_and_backward(arena: HostArena, num_layers: int, step: int) -> None:
     parking = arena.reserve(residual.shape, residual.dtype)
     for layer in reversed(range(num_layers)):
         expected_gradient = residual.clone()
-        parking.store(residual).wait()
+        parking.write(residual).wait()
         residual.fill_(float("nan"))  # attention uses the memory
-        parking.fetch(residual).wait()
+        parking.read(residual).wait()
         assert torch.equal(residual, expected_gradient)
         tiles = [slice(0, 3), slice(3, 6), slice(6, 7)]
         reads = ((slots[layer], tile) for tile in tiles)
@@ -99,17 +99,17 @@ def test_forgotten_wait_before_overwriting_is_wrong_data():
     """Late copies are what makes the tests above able to fail."""
     arena = late_arena()
     slot, residual, out = arena.reserve((4,), torch.float32), torch.ones(4), torch.empty(4)
-    slot.store(residual)
+    slot.write(residual)
     residual += 1
-    slot.fetch(out).wait()
+    slot.read(out).wait()
     assert not torch.equal(out, torch.ones(4))
 
 
 def test_forgotten_wait_before_use_is_wrong_data():
     arena = late_arena()
     slot, out = arena.reserve((4,), torch.float32), torch.zeros(4)
-    slot.store(torch.ones(4)).wait()
-    slot.fetch(out)
+    slot.write(torch.ones(4)).wait()
+    slot.read(out)
     assert not torch.equal(out, torch.ones(4))
 
 
@@ -161,9 +161,9 @@ def test_trim_gives_back_what_is_released_once_its_copies_are_done():
     arena = late_arena()
     kept, released = (arena.reserve((4,), torch.float32) for _ in range(2))
     source, out = torch.ones(4), torch.zeros(4)
-    kept.store(source)
-    released.store(source)
-    arriving = released.fetch(out)
+    kept.write(source)
+    released.write(source)
+    arriving = released.read(out)
     released.release()
     arena.trim()
     assert torch.equal(out, torch.ones(4))
@@ -184,7 +184,7 @@ def test_trim_unmaps_what_is_released():
     arena = HostArena(CopyEngine(CpuStreams()), allocate)
     kept, released = (arena.reserve((4,), torch.float32) for _ in range(2))
     for slot in (kept, released):
-        slot.store(torch.ones(4)).wait()
+        slot.write(torch.ones(4)).wait()
     released.release()
     arena.trim()
     assert [mapping() is None for mapping in mappings] == [False, True]
@@ -196,8 +196,8 @@ def test_more_than_two_to_the_31_elements():
     slot = arena.reserve((5, 2**29), torch.int8)
     rows = (slice(4, 5), slice(2**29 - 3, 2**29))
     value, out = torch.tensor([[1, 2, 3]], dtype=torch.int8), torch.zeros(1, 3, dtype=torch.int8)
-    slot.write(rows, value)
-    slot.read(rows, out).wait()
+    slot.write(value, rows)
+    slot.read(out, rows).wait()
     assert torch.equal(out, value)
     assert arena.reserved_bytes == 5 * 2**29
 
@@ -210,10 +210,10 @@ def test_tiles_of_a_head_major_tensor(make_arena):
     attention_output = torch.randn(4, 2, 7, 1, 3)  # [chunk, p, n, b, d]
     slot = make_arena().reserve(attention_output.shape, torch.float32)
     for chunk in range(4):
-        slot.write(chunk, attention_output[chunk]).wait()
+        slot.write(attention_output[chunk], chunk).wait()
     out = torch.empty(4, 2, 3, 1, 3)
     tile = (slice(None), slice(None), slice(2, 5))
-    slot.read(tile, out).wait()
+    slot.read(out, tile).wait()
     assert torch.equal(out, attention_output[:, :, 2:5])
 
 
@@ -222,7 +222,7 @@ def test_prefetch_is_one_ahead_in_room_for_two(make_arena):
     arena = make_arena()
     slots = [arena.reserve((2, 3), torch.float32) for _ in range(5)]
     for i, slot in enumerate(slots):
-        slot.store(torch.full((2, 3), float(i))).wait()
+        slot.write(torch.full((2, 3), float(i))).wait()
     started = []
     reads = (started.append(i) or (slot, ()) for i, slot in enumerate(slots))
     room = torch.empty(2, 6)
@@ -240,12 +240,12 @@ def test_prefetch_of_nothing():
 def test_slot_memory_released_while_its_fetch_is_on_the_way():
     arena = late_arena()
     first = arena.reserve((4,), torch.float32)
-    first.store(torch.ones(4)).wait()
+    first.write(torch.ones(4)).wait()
     out = torch.empty(4)
-    arriving = first.fetch(out)
+    arriving = first.read(out)
     first.release()
     second = arena.reserve((4,), torch.float32)
-    second.store(torch.zeros(4)).wait()  # the same memory: the fetch must come first
+    second.write(torch.zeros(4)).wait()  # the same memory: the fetch must come first
     arriving.wait()
     assert torch.equal(out, torch.ones(4))
 
@@ -254,7 +254,7 @@ def test_slot_dropped_with_its_graph_is_released():
     arena = cpu_arena()
     for _ in range(3):
         slot = arena.reserve((4,), torch.float32)
-        slot.store(torch.ones(4)).wait()
+        slot.write(torch.ones(4)).wait()
         del slot
     assert (arena.used_bytes, arena.num_allocations) == (0, 1)
 
@@ -263,7 +263,7 @@ def test_refuses_a_slot_that_was_released():
     slot = cpu_arena().reserve((4,), torch.float32)
     slot.release()
     with pytest.raises(AssertionError, match="was released"):
-        slot.store(torch.ones(4))
+        slot.write(torch.ones(4))
     with pytest.raises(AssertionError, match="was released"):
         slot.release()
     with pytest.raises(AssertionError, match="was released"):
@@ -273,11 +273,11 @@ def test_refuses_a_slot_that_was_released():
 def test_refuses_to_read_what_was_never_written():
     arena = cpu_arena()
     slot = arena.reserve((4,), torch.float32)
-    slot.store(torch.ones(4)).wait()
+    slot.write(torch.ones(4)).wait()
     slot.release()
     slot = arena.reserve((4,), torch.float32)  # the memory was written, this slot was not
     with pytest.raises(AssertionError, match="before anything was written"):
-        slot.fetch(torch.empty(4))
+        slot.read(torch.empty(4))
 
 
 # Registration with CUDA, by a stand-in for torch.cuda.cudart().
@@ -320,7 +320,7 @@ def test_traced_slots_take_no_device_memory():
     with FakeTensorMode():
         residual = torch.empty(655360, 1, 4096, dtype=torch.bfloat16)
         slot = arena.reserve(residual.shape, residual.dtype)
-        slot.store(residual).wait()
+        slot.write(residual).wait()
         room = torch.empty(2, 8192 * 4096, dtype=torch.bfloat16)
         reads = ((slot, slice(start, start + 8192)) for start in range(0, 655360, 8192))
         devices = {tile.device for tile in prefetch(reads, room)}
@@ -348,7 +348,7 @@ def test_cuda_copies_are_ordered_with_compute_and_do_not_hold_up_the_host():
         with torch.cuda.stream(late):
             torch.cuda._sleep(100_000_000)
         tensor.fill_(step)
-        copied, fetched = slot.store(tensor), slot.fetch(out)
+        copied, fetched = slot.write(tensor), slot.read(out)
         assert not fetched.done.query()
         copied.wait()
         tensor.fill_(-1)

@@ -1,9 +1,9 @@
-"""The only place that knows attention kernels: one contract, one class per kernel, one table.
+"""All attention kernels: one contract, one class per kernel, one table.
 
 :mod:`.kernel` is the contract: what a caller may ask of any kernel, and the one place where that
-is checked and split into calls that the kernel can take. :mod:`.tensors` are the values it reads
+is checked and split into calls within the kernel's limits. :mod:`.tensors` are the values it reads
 and writes, :mod:`.mask` is which keys a query sees, and :mod:`.registry` is the table from which
-``--attention-backend`` picks. Results are written into buffers that the caller gives.
+``--attention-backend`` picks. The caller provides the buffers for results.
 """
 
 from megatron_untied.context_parallel.kernels.cpu_flash import CpuFlash

@@ -4,29 +4,26 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.kernels.kernel import AttentionKernel
+from megatron_untied.context_parallel.kernels.kernel import AttentionKernel, Platform
 from megatron_untied.context_parallel.kernels.split_calls import Call, Limits, query_blocks
 from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads, bhsd, sbhd
 from megatron_untied.dtypes import accumulation_dtype
 
 
 class CpuFlash(AttentionKernel):
-    """One operator call per segment; where a window hides anything, one per block of queries.
+    """One operator call per segment, or one per block of queries if a window hides any key.
 
-    A block takes a band mask of ``block_size`` x (``block_size`` + window) numbers.
+    The operator has no window: a block passes a band mask of ``block_size`` x (``block_size`` +
+    window) elements instead.
     """
 
     name = "cpu-flash"
+    platform = Platform(device_type="cpu", name="tensors on a CPU")
     limits = Limits(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16))
 
     def __init__(self, block_size: int = 512):
         super().__init__()
         self.block_size = block_size
-
-    @override
-    @classmethod
-    def missing(cls, device: torch.device) -> str | None:
-        return None if device.type == "cpu" else "tensors on a CPU"
 
     @override
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
@@ -39,7 +36,7 @@ class CpuFlash(AttentionKernel):
             rows, keys = block.queries, block.keys
             block_x = Qkv(x.q[rows], x.k[keys], x.v[keys])
             out[rows], lse = _operator(block_x, call, mask=_added(block.hidden, x.q.dtype))
-            lse_parts.append(lse)
+            lse_parts.append(lse)  # [b, h, rows of the block]
         return torch.cat(lse_parts, -1)
 
     @override
@@ -50,7 +47,8 @@ class CpuFlash(AttentionKernel):
                 result.copy_(gradient)
             return
         sum_dtype = accumulation_dtype(x.k.dtype)
-        dk, dv = (torch.zeros_like(each, dtype=sum_dtype) for each in (x.k, x.v))
+        # Neighboring blocks see some of the same keys, so their gradients are summed.
+        dk, dv = torch.zeros_like(x.k, dtype=sum_dtype), torch.zeros_like(x.v, dtype=sum_dtype)
         for block in query_blocks(len(x.q), call, self.block_size, x.q.device):
             rows, keys = block.queries, block.keys
             into.dq[rows], dk_part, dv_part = _backward_operator(
@@ -62,7 +60,7 @@ class CpuFlash(AttentionKernel):
             )
             dk[keys] += dk_part
             dv[keys] += dv_part
-        into.dk.copy_(dk)
+        into.dk.copy_(dk)  # rounded once, after the sum
         into.dv.copy_(dv)
 
 
@@ -85,6 +83,7 @@ def _backward_operator(
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> QkvGrads:
+    """Gradients dq [s_q, b, h, d] and dk, dv [s_k, b, g, d]."""
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *map(bhsd, (d_out, *x, y.out)), y.lse, 0.0, causal, attn_mask=mask, scale=call.scale
     )
@@ -92,9 +91,10 @@ def _backward_operator(
 
 
 def _hides(call: Call) -> bool:
+    # A window of the whole segment is plain causal attention: no mask, no blocks.
     return call.window is not None and call.window < call.keys.stop - call.keys.start
 
 
 def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask as the operator wants it: 0 or -inf, to be added to the scores."""
+    """The mask as the operator takes it: 0 or -inf, [queries, keys], added to the scores."""
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)

@@ -6,35 +6,36 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.kernels.kernel import AttentionKernel
+from megatron_untied.context_parallel.kernels.kernel import AMPERE, AttentionKernel
 from megatron_untied.context_parallel.kernels.split_calls import Call, Limits
 from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads, bhsd, sbhd
 
 
 class Cudnn(AttentionKernel):
-    """Whole sequences only. It makes its results itself: one copy of each."""
+    """Whole sequences only. The operators allocate their results: one copy of each."""
 
     name = "cudnn"
+    platform = AMPERE
     limits = Limits(
         dtypes=(torch.bfloat16, torch.float16),
         head_width_multiple=8,
         max_head_width=128,
         alignment_bytes=16,
         windows=False,
-        documents=False,  # each length would be compiled anew
-        indexes_calls_in_32_bits=True,  # nothing is promised above
+        documents=False,  # cuDNN compiles a plan per length
+        indexes_calls_in_32_bits=True,  # larger sizes are undocumented
     )
 
     def __init__(self, operators: Any = None):
-        """``operators`` stands in for ``torch.ops.aten``."""
+        """``operators``: by default ``torch.ops.aten``."""
         super().__init__()
         self.operators = operators or torch.ops.aten
 
     @override
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-            return "an Ampere or newer GPU"
+        if missing := super().missing(device):
+            return missing
         return None if torch.backends.cudnn.is_available() else "cuDNN"
 
     @override
@@ -47,6 +48,7 @@ class Cudnn(AttentionKernel):
 
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
+        # Seed and offset of dropout, which is 0 here: the operator requires both.
         no_dropout = (torch.zeros((), dtype=torch.int64, device=x.q.device) for _ in range(2))
         gradients = self.operators._scaled_dot_product_cudnn_attention_backward(
             *map(bhsd, (d_out, *x, y.out)),

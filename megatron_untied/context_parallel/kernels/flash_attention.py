@@ -1,19 +1,23 @@
 """FlashAttention on CUDA: version 3, version 2, and PyTorch's own build of version 2.
 
 All three take a batch [b, s, heads, d], or the segments of one sample [tokens, heads, d] with
-cumulative lengths; the log-sum-exp is then [h, tokens]. In all three a window is the keys to the
-left of a query, itself not counted.
+cumulative lengths; the log-sum-exp is then [h, tokens]. All three count a window without the query
+itself, one less than :class:`.Mask`.
 """
 
 import importlib
-import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.kernels.kernel import AttentionKernel
+from megatron_untied.context_parallel.kernels.kernel import (
+    AMPERE,
+    AttentionKernel,
+    Platform,
+)
 from megatron_untied.context_parallel.kernels.split_calls import Call, Limits
 from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads
 
@@ -23,10 +27,17 @@ _HALF = torch.bfloat16, torch.float16
 class FlashAttention3(AttentionKernel):
     """FlashAttention-3 for Hopper GPUs.
 
-    The operators are called below their Python wrappers: those refuse a given output buffer.
+    The operators are called below their Python wrappers, which do not accept output buffers.
     """
 
     name = "flash-attention-3"
+    platform = Platform(
+        device_type="cuda",
+        name="a Hopper GPU",
+        majors=range(9, 10),
+        module="flash_attn_interface",
+        package="FlashAttention-3",
+    )
     # Addresses are 64-bit, but rows x width of a head in its fp32 dq is computed in 32 bits, and
     # so is the step from one sample to the next.
     limits = Limits(
@@ -40,7 +51,7 @@ class FlashAttention3(AttentionKernel):
     )
 
     def __init__(self, operators: Any = None):
-        """``operators`` has ``fwd`` and ``bwd``; None takes those of ``flash_attn_interface``."""
+        """``operators`` has ``fwd`` and ``bwd``; by default those of ``flash_attn_interface``."""
         super().__init__()
         if operators is None:
             importlib.import_module("flash_attn_interface")  # registers them
@@ -48,34 +59,31 @@ class FlashAttention3(AttentionKernel):
         self.operators = operators
 
     @override
-    @classmethod
-    def missing(cls, device: torch.device) -> str | None:
-        if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-            return "a Hopper GPU"
-        return _missing_package("flash_attn_interface", "FlashAttention-3")
-
-    @override
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
-        q, k, v, out = (_flat(each, call) for each in (*x, out))
-        # Left to choose, it may split the keys and allocate an fp32 output for each part.
-        options = _segments(call, q.device) | _mask(call) | {"num_splits": 1}
-        _, lse, *_ = self.operators.fwd(q, k, v, out=out, softmax_scale=call.scale, **options)
-        return lse.view(-1, x.q.shape[2], len(x.q))
+        q, k, v, out = (_flat(y, call) for y in (*x, out))
+        options = _segments(call, q.device) | _window(call)
+        options |= {"is_causal": call.causal, "softmax_scale": call.scale}
+        # By default it may split the keys and allocate an fp32 output for each part.
+        _, lse, *_ = self.operators.fwd(q, k, v, out=out, num_splits=1, **options)
+        return lse.view(-1, x.q.shape[2], len(x.q))  # [h, tokens] -> [1, h, s_q]
 
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
         reads, (dq, dk, dv) = _flat_reads(d_out, x, y, call), (_flat(g, call) for g in into)
-        options = _segments(call, dq.device) | _mask(call) | {"seqused_q": None, "seqused_k": None}
-        self.operators.bwd(*reads, dq=dq, dk=dk, dv=dv, softmax_scale=call.scale, **options)
+        options = _segments(call, dq.device) | _window(call)
+        options |= {"is_causal": call.causal, "softmax_scale": call.scale}
+        options |= {"seqused_q": None, "seqused_k": None}
+        self.operators.bwd(*reads, dq=dq, dk=dk, dv=dv, **options)
 
 
 class FlashAttention2(AttentionKernel):
     """FlashAttention-2 from the package ``flash-attn``, 2.7 or newer.
 
-    Its entry points make the output themselves: it is copied once.
+    Its entry points allocate the output: one copy.
     """
 
     name = "flash-attention-2"
+    platform = replace(AMPERE, module="flash_attn", package="flash-attn")
     # Before 2.7.4.post1 the address in the fp32 dq of all heads is computed in 32 bits.
     limits = Limits(
         dtypes=_HALF,
@@ -88,18 +96,13 @@ class FlashAttention2(AttentionKernel):
     )
 
     def __init__(self, module: Any = None):
-        """``module`` is like ``flash_attn.flash_attn_interface``, which None takes."""
+        """``module``: by default ``flash_attn.flash_attn_interface``."""
         super().__init__()
         self.module = module or importlib.import_module("flash_attn.flash_attn_interface")
 
     @override
-    @classmethod
-    def missing(cls, device: torch.device) -> str | None:
-        return _missing_gpu(device) or _missing_package("flash_attn", "flash-attn")
-
-    @override
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
-        q, k, v, out = (_flat(each, call) for each in (*x, out))
+        q, k, v, out = (_flat(y, call) for y in (*x, out))
         options = self._options(call) | {"return_softmax": False}
         if call.run is None:
             result, lse, *_ = self.module._wrapped_flash_attn_forward(q, k, v, **options)
@@ -107,7 +110,7 @@ class FlashAttention2(AttentionKernel):
             options |= _segments(call, q.device)
             result, lse, *_ = self.module._wrapped_flash_attn_varlen_forward(q, k, v, **options)
         out.copy_(result)
-        return lse.view(-1, x.q.shape[2], len(x.q))
+        return lse.view(-1, x.q.shape[2], len(x.q))  # [h, tokens] -> [1, h, s_q]
 
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
@@ -121,9 +124,8 @@ class FlashAttention2(AttentionKernel):
 
     @staticmethod
     def _options(call: Call) -> dict[str, Any]:
-        mask = _mask(call)
-        mask["causal"] = mask.pop("is_causal")
-        return mask | {
+        return _window(call) | {
+            "causal": call.causal,
             "softmax_scale": call.scale,
             "dropout_p": 0.0,
             "softcap": 0.0,
@@ -132,50 +134,43 @@ class FlashAttention2(AttentionKernel):
 
 
 class TorchFlash(AttentionKernel):
-    """FlashAttention-2 as PyTorch ships it. Its backward makes the gradients itself: one copy."""
+    """FlashAttention-2 as PyTorch ships it. Its backward allocates the gradients: one copy."""
 
     name = "torch-flash"
+    platform = AMPERE
     limits = FlashAttention2.limits
 
     def __init__(self, operators: Any = None):
-        """``operators`` stands in for ``torch.ops.aten``."""
+        """``operators``: by default ``torch.ops.aten``."""
         super().__init__()
         self.operators = operators or torch.ops.aten
 
     @override
-    @classmethod
-    def missing(cls, device: torch.device) -> str | None:
-        return _missing_gpu(device)
-
-    @override
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
-        q, k, v, out = (_flat(each, call) for each in (*x, out))
-        lengths, window = self._lengths(x.q, x.k, call), self._window(call)
+        q, k, v, out = (_flat(y, call) for y in (*x, out))
+        lengths, window = self._lengths(x.q, x.k, call), _window(call)
         lse = self.operators._flash_attention_forward_no_dropout_inplace(
             out, q, k, v, *lengths, 0.0, call.causal, False, scale=call.scale, **window
         )
-        return lse.view(-1, x.q.shape[2], len(x.q))
+        return lse.view(-1, x.q.shape[2], len(x.q))  # [h, tokens] -> [1, h, s_q]
 
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
         reads = _flat_reads(d_out, x, y, call)
-        lengths, window = self._lengths(x.q, x.k, call), self._window(call)
+        lengths, window = self._lengths(x.q, x.k, call), _window(call)
+        # The operator requires a random state and an unused tensor, though dropout is 0.
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=x.q.device), x.q.new_empty(0)
         gradients = self.operators._flash_attention_backward(
             *reads, *lengths, 0.0, call.causal, *no_dropout, scale=call.scale, **window
         )
         for result, gradient in zip(into, gradients, strict=True):
-            _flat(result, call).copy_(gradient)
+            _flat(result, call).copy_(gradient)  # dq may be the memory of dO
 
     @staticmethod
     def _lengths(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None, int, int]:
         if call.run is None:
             return None, None, len(q), len(k)
         return tuple(_segments(call, q.device).values())
-
-    @staticmethod
-    def _window(call: Call) -> dict[str, int]:
-        return {side: x for side, x in _mask(call).items() if side != "is_causal"}
 
 
 def _flat(x: Tensor, call: Call) -> Tensor:
@@ -186,32 +181,20 @@ def _flat(x: Tensor, call: Call) -> Tensor:
 def _flat_reads(d_out: Tensor, x: Qkv, y: Attended, call: Call) -> list[Tensor]:
     """dO, q, k, v, out and the log-sum-exp, in the order that all three backwards take them."""
     lse = y.lse if call.run is None else y.lse.squeeze(0)  # [b, h, s] or [h, tokens]
-    return [*(_flat(each, call) for each in (d_out, *x, y.out)), lse]
+    return [*(_flat(z, call) for z in (d_out, *x, y.out)), lse]
 
 
 def _segments(call: Call, device: torch.device) -> dict[str, Tensor | int | None]:
-    """Cumulative lengths of the segments of q and of k, and the longest of each; or no such."""
+    """Cumulative lengths of the segments of q and of k and the longest of each, or all None."""
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
     if call.run is None:
         return dict.fromkeys(names)
     return dict(zip(names, (*call.run.cumulative(device), *call.run.longest), strict=True))
 
 
-def _mask(call: Call) -> dict[str, bool | int]:
+def _window(call: Call) -> dict[str, int]:
+    """Keys to the left and right of a query, itself not counted; -1 is all."""
     return {
-        "is_causal": call.causal,
         "window_size_left": -1 if call.window is None else call.window - 1,
         "window_size_right": 0 if call.causal else -1,
     }
-
-
-def _missing_gpu(device: torch.device) -> str | None:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        return "an Ampere or newer GPU"
-    return None
-
-
-def _missing_package(module: str, package: str) -> str | None:
-    if importlib.util.find_spec(module) is None:
-        return f"the package {package} (no module named {module})"
-    return None

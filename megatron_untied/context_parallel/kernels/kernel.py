@@ -1,6 +1,6 @@
 """The contract of all attention kernels."""
 
-import math
+import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,25 +14,44 @@ from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvG
 from megatron_untied.dtypes import accumulation_dtype
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Platform:
+    """The device and the package that a kernel needs."""
+
+    device_type: str | None = None
+    """Of torch; None is any."""
+    name: str = ""
+    """The device in an error message."""
+    majors: range | None = None
+    """Major compute capabilities of the GPUs that it runs on."""
+    module: str | None = None
+    package: str = ""
+    """What provides ``module``, in an error message."""
+
+
+AMPERE = Platform(device_type="cuda", name="an Ampere or newer GPU", majors=range(8, 100))
+
+
 @dataclass(slots=True)
 class KernelCounter:
-    """What was asked of a kernel so far; read by benchmarks, the memory tracer and tests."""
+    """Work of a kernel so far; read by benchmarks, the memory tracer and tests."""
 
     forward_calls: int = 0
     backward_calls: int = 0
     flops: int = 0
-    """Of its matrix products, a multiply and an add counted as two: two products in a forward,
-    five in a backward, over the pairs of queries and keys that see each other."""
+    """Of its matrix products, with a multiply and an add counted as two: two products per forward,
+    five per backward, over the pairs of a query and a key that it sees."""
 
 
 class AttentionKernel(ABC):
-    """Exact softmax attention. Shapes and dtypes are in the package's docstring.
+    """Exact softmax attention of q [s_q, b, h, d] over k, v [s_k, b, g, d] in one dtype.
 
     Queries that see no key get 0, a log-sum-exp of -inf and no gradient, and keys that no query
-    sees get no gradient: whatever the kernel itself would do with them, it never gets them.
+    sees get no gradient. Kernels differ there, so such rows are never passed to one.
     """
 
     name: ClassVar[str]
+    platform: ClassVar[Platform] = Platform()
     limits: ClassVar[Limits]
 
     def __init__(self) -> None:
@@ -40,22 +59,30 @@ class AttentionKernel(ABC):
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        """What there would have to be for it to run on ``device``; None if it is all there."""
+        """The first thing it would need to run on ``device``; None if it runs there."""
+        needs = cls.platform
+        if needs.device_type not in (None, device.type):
+            return needs.name
+        if needs.majors and torch.cuda.get_device_capability(device)[0] not in needs.majors:
+            return needs.name
+        if needs.module is not None and importlib.util.find_spec(needs.module) is None:
+            return f"the package {needs.package} (no module named {needs.module})"
         return None
 
     def forward(self, x: Qkv, *, out: Tensor, mask: Mask) -> Tensor:
         """Write softmax(scale q k^T) v into ``out`` [s_q, b, h, d]; returns lse [b, h, s_q].
 
         Raises:
-            ValueError: for layouts and sizes that the kernel cannot take.
+            ValueError: for a layout or size beyond the kernel's limits.
         """
         self.limits.check_layout(**x._asdict(), out=out)
         shape = Shape.of(x)
         self.counter.forward_calls += 1
-        self.counter.flops += _product_flops(shape, mask, products=2)
+        self.counter.flops += _product_flops(shape, mask, num_products=2)
         calls = split_calls(shape, mask, self.limits)
         leaves_rows = _leaves_rows(calls, shape)
         if len(calls) == 1 and not leaves_rows:
+            # The kernel's own log-sum-exp, without a copy.
             return self._forward(x, out, calls[0])
         if leaves_rows:
             out.zero_()  # no call writes the rows of queries that see no key
@@ -68,20 +95,20 @@ class AttentionKernel(ABC):
     def backward(self, d_out: Tensor, x: Qkv, y: Attended, *, into: QkvGrads, mask: Mask) -> None:
         """Write the gradients of q, k, v into ``into``, given that of the output [s_q, b, h, d].
 
-        ``into.dq`` may be ``d_out``, if every query sees a key. ``y`` is of all keys that the
-        queries see, which may be more than those of ``x``: then the gradients are this call's
-        part of a sum.
+        ``into.dq`` may be ``d_out`` if every query sees a key. ``y`` is the result over all keys
+        that the queries see. If ``x`` holds only some of them, the gradients are their part of a
+        sum.
 
         Raises:
-            ValueError: for layouts and sizes that the kernel cannot take.
+            ValueError: for a layout or size beyond the kernel's limits.
         """
         self.limits.check_layout(**x._asdict(), d_out=d_out, out=y.out, **into._asdict())
         shape = Shape.of(x)
         self.counter.backward_calls += 1
-        self.counter.flops += _product_flops(shape, mask, products=5)
+        self.counter.flops += _product_flops(shape, mask, num_products=5)
         calls = split_calls(shape, mask, self.limits)
         if _leaves_rows(calls, shape):
-            assert not torch._C._is_alias_of(into.dq, d_out), "dO would be gone before it is read"
+            assert not torch._C._is_alias_of(into.dq, d_out), "dO is read after dq is zeroed"
             for gradient in into:
                 gradient.zero_()  # no call writes rows that see nothing or that nothing sees
         for call in calls:
@@ -97,18 +124,17 @@ class AttentionKernel(ABC):
         """The backward of one call. ``into.dq`` may be ``d_out``: write it last."""
 
 
-def _product_flops(shape: Shape, mask: Mask, *, products: int) -> int:
+def _product_flops(shape: Shape, mask: Mask, *, num_products: int) -> int:
     pairs = mask.num_pairs(shape.num_queries, shape.num_keys, shape.b)
-    return 2 * products * shape.h * shape.d * pairs
+    return 2 * num_products * shape.h * shape.d * pairs
 
 
 def _leaves_rows(calls: list[Call], shape: Shape) -> bool:
     """Whether some queries or keys are in no call."""
-    queries = sum(_size(call.samples, call.heads, call.queries) for call in calls)
-    keys = sum(_size(call.samples, call.kv_heads, call.keys) for call in calls)
-    everything = shape.b * shape.h * shape.num_queries, shape.b * shape.g * shape.num_keys
-    return (queries, keys) != everything
-
-
-def _size(*slices: slice) -> int:
-    return math.prod(each.stop - each.start for each in slices)
+    queries, keys = shape.b * shape.h * shape.num_queries, shape.b * shape.g * shape.num_keys
+    for call in calls:
+        samples, heads = call.samples.stop - call.samples.start, call.heads.stop - call.heads.start
+        kv_heads = call.kv_heads.stop - call.kv_heads.start
+        queries -= samples * heads * (call.queries.stop - call.queries.start)
+        keys -= samples * kv_heads * (call.keys.stop - call.keys.start)
+    return (queries, keys) != (0, 0)  # calls never overlap

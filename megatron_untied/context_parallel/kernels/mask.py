@@ -1,7 +1,7 @@
 """Which keys a query sees, as cumulative lengths: no s x s mask exists."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -11,23 +11,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Segments that lie side by side, none of them empty: cumulative lengths from their first row.
-
-    Counted in rows of the call's q and k.
-    """
+    """Adjacent segments, none of them empty: rows of q and k where they start and the last ends."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-
-    @property
-    def query_rows(self) -> slice:
-        """Its rows of q."""
-        return slice(self.queries[0], self.queries[-1])
-
-    @property
-    def key_rows(self) -> slice:
-        """Its rows of k."""
-        return slice(self.keys[0], self.keys[-1])
+    _tensors: dict[torch.device, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def num_segments(self) -> int:
@@ -36,13 +26,13 @@ class Run:
 
     @cached_property
     def longest(self) -> tuple[int, int]:
-        """Queries and keys of the longest segment of each."""
-        return _longest(self.queries), _longest(self.keys)
+        """Queries of the segment with the most of them, and keys likewise."""
+        return int(np.diff(self.queries).max()), int(np.diff(self.keys).max())
 
     def cumulative(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cumulative lengths of its queries and keys, int32 [segments + 1] from 0 on ``device``.
 
-        The same tensors each time: a copy to the device costs more than a small call.
+        Cached: a copy to the device costs more than a small call.
         """
         if device not in self._tensors:
             self._tensors[device] = tuple(
@@ -51,23 +41,22 @@ class Run:
             )
         return self._tensors[device]
 
-    @cached_property
-    def _tensors(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
-        return {}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
     """The documents of one sample along the queries and along the keys of a call.
 
-    Queries of a segment see keys of the same segment only. Either side of one may be empty: where
-    q and k are different blocks of the sequence, most documents are on one side alone.
+    Queries of a segment see keys of the same segment only. A segment may have no queries or no
+    keys: if q and k are different blocks of the sequence, most documents are in one of them alone.
     """
 
     queries: tuple[int, ...]
     """Cumulative lengths along q, from 0 to s_q: one more than there are segments."""
     keys: tuple[int, ...]
     """The same along k, from 0 to s_k."""
+    _blocks: dict[tuple[tuple[range, ...], tuple[range, ...]], "Segments"] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         assert len(self.queries) == len(self.keys), (len(self.queries), len(self.keys))
@@ -81,18 +70,18 @@ class Segments:
         return cls(queries=tuple(bounds), keys=tuple(bounds))
 
     def blocks(self, queries: tuple[range, ...], keys: tuple[range, ...]) -> "Segments":
-        """The same documents seen from some runs of rows of q and some of k, one after the other.
+        """The same documents over some blocks of rows of q and of k, each put together.
 
-        The same value each time: every layer asks.
+        Cached, as every layer needs the same.
         """
         if (queries, keys) not in self._blocks:
-            inside = {"queries": _inside(self.queries, queries), "keys": _inside(self.keys, keys)}
-            self._blocks[queries, keys] = Segments(**inside)
+            bounds = []
+            for whole, runs in ((self.queries, queries), (self.keys, keys)):
+                # Rows of the runs before each bound: a bound outside a run counts all or none.
+                before = sum(np.clip(whole, run.start, run.stop) - run.start for run in runs)
+                bounds.append(tuple(before.tolist()))
+            self._blocks[queries, keys] = Segments(queries=bounds[0], keys=bounds[1])
         return self._blocks[queries, keys]
-
-    @cached_property
-    def _blocks(self) -> dict[tuple[tuple[range, ...], tuple[range, ...]], "Segments"]:
-        return {}
 
     @cached_property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
@@ -110,14 +99,15 @@ class Segments:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """The same segments, joined wherever nothing lies between them."""
+        """The same segments, joined wherever they are adjacent in q and in k."""
+        # Fewer runs are fewer kernel calls: packed documents become one run per sample.
         joined: list[tuple[list[int], list[int]]] = []
-        for each in self.singles:
-            if joined and (joined[-1][0][-1], joined[-1][1][-1]) == (each.queries[0], each.keys[0]):
-                joined[-1][0].append(each.queries[1])
-                joined[-1][1].append(each.keys[1])
+        for run in self.singles:
+            if joined and (joined[-1][0][-1], joined[-1][1][-1]) == (run.queries[0], run.keys[0]):
+                joined[-1][0].append(run.queries[1])
+                joined[-1][1].append(run.keys[1])
             else:
-                joined.append((list(each.queries), list(each.keys)))
+                joined.append((list(run.queries), list(run.keys)))
         return tuple(Run(queries=tuple(q), keys=tuple(k)) for q, k in joined)
 
 
@@ -130,14 +120,14 @@ class Mask:
     """
 
     causal: bool = True
-    """Only keys at its own place in its segment and before. A segment with both queries and keys
-    then has as many of each."""
+    """Whether only keys up to its own position in its segment are visible. A segment with both
+    queries and keys then has as many of each."""
     window: int | None = None
-    """The last so many of those, itself included; None is all of them."""
+    """Number of the last of those that are visible, its own included; None is all of them."""
     segments: tuple[Segments, ...] | None = None
-    """The documents of each sample; None is one for each."""
+    """The documents of each sample; None is one document per sample."""
     scale: float | None = None
-    """Of scores, before the softmax; None is 1 / sqrt(head width)."""
+    """Factor of the scores before the softmax; None is 1 / sqrt(head width)."""
 
     def __post_init__(self) -> None:
         if self.window is not None and not (self.causal and self.window > 0):
@@ -147,24 +137,16 @@ class Mask:
             )
 
     def num_pairs(self, num_queries: int, num_keys: int, num_samples: int) -> int:
-        """Queries times the keys they see, over all samples: what attention costs."""
-        if self.segments is None:
-            one = np.array([num_queries]), np.array([num_keys])
-            return num_samples * self._pairs(*one)
-        return sum(self._pairs(*each.lengths) for each in self.segments)
-
-    def _pairs(self, queries: np.ndarray, keys: np.ndarray) -> int:
-        if not self.causal:
-            return int((queries * keys).sum())
-        both = queries[keys > 0]
-        hidden = np.maximum(both - (self.window or 0), 0) if self.window else 0 * both
-        return int((both * (both + 1) // 2 - hidden * (hidden + 1) // 2).sum())
-
-
-def _inside(bounds: tuple[int, ...], runs: tuple[range, ...]) -> tuple[int, ...]:
-    """How many rows of ``runs`` lie before each of ``bounds``."""
-    return tuple(sum(np.clip(bounds, run.start, run.stop) - run.start for run in runs).tolist())
-
-
-def _longest(bounds: tuple[int, ...]) -> int:
-    return int(np.diff(bounds).max())
+        """Pairs of a query and a key that it sees, over all samples: the cost of attention."""
+        lengths = [(np.array([num_queries]), np.array([num_keys]))] * num_samples
+        if self.segments is not None:
+            lengths = [segments.lengths for segments in self.segments]
+        total = 0
+        for queries, keys in lengths:
+            if not self.causal:
+                total += int((queries * keys).sum())
+                continue
+            visible = queries[keys > 0]  # as many keys: a triangle, less the one a window hides
+            hidden = np.maximum(visible - self.window, 0) if self.window else 0 * visible
+            total += int((visible * (visible + 1) // 2 - hidden * (hidden + 1) // 2).sum())
+        return total

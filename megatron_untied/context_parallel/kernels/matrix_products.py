@@ -1,4 +1,4 @@
-"""Attention written out in matrix products: the reference that runs everywhere."""
+"""Attention in plain matrix products: the reference that runs on every device."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from megatron_untied.dtypes import widened
 class MatrixProducts(AttentionKernel):
     """Scores of a block of queries at a time, in fp32 or, for float64 inputs, in float64.
 
-    They are ``block_size`` x keys numbers per head, so a few thousand tokens are fine.
+    They are ``block_size`` x keys elements per head: practical for a few thousand tokens.
     """
 
     name = "matrix-products"
@@ -35,8 +35,8 @@ class MatrixProducts(AttentionKernel):
         for block in query_blocks(len(x.q), call, self.block_size, x.q.device):
             rows, keys = block.queries, block.keys
             scores = _scores(x.q[rows], k[keys], block, call.scale)
-            lse = scores.logsumexp(-1)
-            weights = scores.sub_(lse[..., None]).exp_()
+            lse = scores.logsumexp(-1)  # [b, g, h/g, queries]
+            weights = scores.sub_(lse[..., None]).exp_()  # in place: the largest tensor here
             out[rows] = torch.einsum("bgrqk,kbgd->qbgrd", weights, v[keys]).flatten(2, 3)
             lse_parts.append(lse.flatten(1, 2))
         return torch.cat(lse_parts, -1)
@@ -47,15 +47,16 @@ class MatrixProducts(AttentionKernel):
         dk, dv, g = torch.zeros_like(k), torch.zeros_like(v), k.shape[2]
         for block in query_blocks(len(x.q), call, self.block_size, x.q.device):
             rows, keys = block.queries, block.keys
-            q, do, o = (_grouped(each[rows], g) for each in (x.q, d_out, y.out))
-            lse = y.lse[..., rows].unflatten(1, (g, -1))
+            q, do, o = (_grouped(z[rows], g) for z in (x.q, d_out, y.out))
+            lse = y.lse[..., rows].unflatten(1, (g, -1))  # [b, g, h/g, queries]
             weights = _scores(x.q[rows], k[keys], block, call.scale).sub_(lse[..., None]).exp_()
             row_sums = (do * o).sum(-1).permute(1, 2, 3, 0)  # [b, g, h/g, queries]
             d_weights = torch.einsum("qbgrd,kbgd->bgrqk", do, v[keys])
+            # Softmax: dS = P * (dP - rowsum(dO * O)), where the row sum is over d.
             d_scores = d_weights.sub_(row_sums[..., None]).mul_(weights).mul_(call.scale)
             dk[keys] += torch.einsum("bgrqk,qbgrd->kbgd", d_scores, q)
             dv[keys] += torch.einsum("bgrqk,qbgrd->kbgd", weights, do)
-            # Last: it may lie over dO, which no later block reads in these rows.
+            # Last: dq may be the memory of dO, whose rows no later block reads.
             into.dq[rows] = torch.einsum("bgrqk,kbgd->qbgrd", d_scores, k[keys]).flatten(2, 3)
         into.dk.copy_(dk)
         into.dv.copy_(dv)

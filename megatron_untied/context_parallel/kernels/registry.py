@@ -13,6 +13,7 @@ from megatron_untied.context_parallel.kernels.flash_attention import (
 from megatron_untied.context_parallel.kernels.kernel import AttentionKernel
 from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
 
+# None materializes scores; the fastest first.
 _FLASH = FlashAttention3, FlashAttention2, TorchFlash, CpuFlash
 
 KERNELS: dict[str, tuple[type[AttentionKernel], ...]] = {
@@ -22,7 +23,7 @@ KERNELS: dict[str, tuple[type[AttentionKernel], ...]] = {
     "local": (MatrixProducts,),
     **{kernel.name: (kernel,) for kernel in (*_FLASH[:3], Cudnn)},
 }
-"""By backend, the best first."""
+"""By backend, in order of preference."""
 
 
 def choose_kernel(
@@ -34,18 +35,18 @@ def choose_kernel(
     window: int | None = None,
     documents: bool = False,
 ) -> AttentionKernel:
-    """The first kernel of ``backend`` that this device has and that can do what the model needs.
+    """The first kernel of ``backend`` that runs on ``device`` and fits the model.
 
     Args:
         backend: Megatron's name of a family of kernels, or the name of one.
-        device: where it is to run.
+        device: of its tensors.
         dtype: of q, k and v.
         head_width: channels per head (d).
-        window: keys that a query sees, if they are limited.
+        window: keys that a query sees; None if they are not limited.
         documents: whether attention stays inside documents.
 
     Raises:
-        ValueError: if there is none, with what each one lacks.
+        ValueError: if there is none, with the reason for each.
     """
     needs = {"dtype": dtype, "head_width": head_width, "window": window, "documents": documents}
     reasons = []

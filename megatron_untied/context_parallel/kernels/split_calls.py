@@ -1,4 +1,4 @@
-"""Splits attention into calls that a kernel can take: integers only."""
+"""Splits attention into calls within a kernel's limits: integers only."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from megatron_untied.context_parallel.kernels.tensors import Qkv, QkvGrads
 Triple = TypeVar("Triple", Qkv, QkvGrads)
 
 INDEX_LIMIT = 1 << 31
-"""Kernels that multiply sizes in 32 bits compute wrong addresses from here on."""
+"""From this product of sizes on, kernels that compute in 32 bits address wrong elements."""
 
 _ROW_PADDING = 128
-"""Rows that kernels add to a segment, at most."""
+"""The most rows by which kernels pad a segment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one call of a kernel can take."""
+    """Limits of one call of a kernel."""
 
     dtypes: tuple[torch.dtype, ...]
     head_width_multiple: int = 1
@@ -29,7 +29,7 @@ class Limits:
     head_width_padding: int = 1
     """Kernels pad the head width to a multiple of this inside."""
     alignment_bytes: int = 1
-    """Of strides and of where a tensor starts in its storage."""
+    """Of strides and of the offset of a tensor in its storage."""
     windows: bool = True
     documents: bool = True
     joins_segments: bool = False
@@ -42,9 +42,9 @@ class Limits:
     def problems(
         self, *, dtype: torch.dtype, head_width: int, window: int | None, documents: bool
     ) -> Iterator[str]:
-        """Why a model cannot have this kernel."""
+        """Why the kernel does not fit a model."""
         if dtype not in self.dtypes:
-            names = " and ".join(str(each).removeprefix("torch.") for each in self.dtypes)
+            names = " and ".join(str(x).removeprefix("torch.") for x in self.dtypes)
             yield f"computes in {names}, not {str(dtype).removeprefix('torch.')}"
         most = self.max_head_width or head_width
         if head_width % self.head_width_multiple or head_width > most:
@@ -53,19 +53,19 @@ class Limits:
                 f"not {head_width}"
             )
         if window is not None and not self.windows:
-            yield "knows no sliding window"
+            yield "has no sliding window"
         if documents and not self.documents:
-            yield "knows no documents"
+            yield "has no documents"
 
     def check_layout(self, **tensors: Tensor) -> None:
-        """Raises ValueError for a tensor that the kernel would read or write wrongly."""
+        """Raise ValueError for a tensor whose strides or offset the kernel cannot address."""
         for name, x in tensors.items():
             if x.stride(-1) != 1:
                 raise ValueError(
                     f"{name} has strides {x.stride()}: the last dimension must be contiguous."
                 )
-            places = [x.storage_offset(), *x.stride()[:-1]]
-            if any(place * x.element_size() % self.alignment_bytes for place in places):
+            offsets = [x.storage_offset(), *x.stride()[:-1]]
+            if any(offset * x.element_size() % self.alignment_bytes for offset in offsets):
                 raise ValueError(
                     f"{name} starts at element {x.storage_offset()} with strides {x.stride()}: all "
                     f"of these but the last must be multiples of {self.alignment_bytes} bytes."
@@ -94,7 +94,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call of a kernel, and the part of the tensors it is for, which is never empty."""
+    """One call of a kernel on a part of the tensors, which is never empty."""
 
     samples: slice
     heads: slice
@@ -108,15 +108,15 @@ class Call:
     """Several segments of one sample, by cumulative lengths; None is one segment per sample."""
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """Its part of [s_q, b, h, d]."""
+        """Its part of [s_q, b, h, d], a view."""
         return x[self.queries, self.samples, self.heads]
 
     def of_lse(self, lse: Tensor) -> Tensor:
-        """Its part of [b, h, s_q]."""
+        """Its part of [b, h, s_q], a view."""
         return lse[self.samples, self.heads, self.queries]
 
     def of(self, x: Triple) -> Triple:
-        """Its part of q, k and v, or of their gradients."""
+        """Its parts of q, k and v, or of their gradients, as views."""
         q, *keys_and_values = x
         parts = (y[self.keys, self.samples, self.kv_heads] for y in keys_and_values)
         return type(x)(self.of_queries(q), *parts)
@@ -129,20 +129,21 @@ def split_calls(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
     mask's, or 1 / sqrt(d).
 
     Raises:
-        ValueError: if a single head, or the heads of one key-value head, are too much for a call.
+        ValueError: if a single head, or the heads of one key-value head, are too large for a call.
     """
     calls = []
     for samples, queries, keys, run in _rows(shape, mask, limits):
         num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
+        # Kernels disagree on where the diagonal of a causal mask is, unless it is square.
         assert run is not None or not mask.causal or num_queries == num_keys, (queries, keys)
         rows = max(num_queries, num_keys) + _ROW_PADDING * (run.num_segments if run else 1)
-        for some_samples, some_kv_heads in _batches(shape, samples, rows, limits):
+        for call_samples, kv_heads in _batches(shape, samples, rows, limits):
             share = shape.h // shape.g
             calls.append(
                 Call(
-                    samples=some_samples,
-                    heads=slice(some_kv_heads.start * share, some_kv_heads.stop * share),
-                    kv_heads=some_kv_heads,
+                    samples=call_samples,
+                    heads=slice(kv_heads.start * share, kv_heads.stop * share),
+                    kv_heads=kv_heads,
                     queries=queries,
                     keys=keys,
                     causal=mask.causal,
@@ -166,7 +167,9 @@ def _rows(
         assert (segments.queries[-1], segments.keys[-1]) == (shape.num_queries, shape.num_keys)
         for run in segments.runs if limits.joins_segments else segments.singles:
             several = run if run.num_segments > 1 else None
-            yield slice(sample, sample + 1), run.query_rows, run.key_rows, several
+            queries = slice(run.queries[0], run.queries[-1])
+            keys = slice(run.keys[0], run.keys[-1])
+            yield slice(sample, sample + 1), queries, keys, several
 
 
 def _batches(
@@ -174,7 +177,7 @@ def _batches(
 ) -> Iterator[tuple[slice, slice]]:
     """Samples and key-value heads of each call: all at once, or as many as indices allow."""
     padding = limits.head_width_padding
-    head = rows * (-(-shape.d // padding) * padding)
+    head = rows * (-(-shape.d // padding) * padding)  # elements of one head, as kernels index it
     num_samples = samples.stop - samples.start
     wide = limits.indexes_heads_in_32_bits or limits.indexes_calls_in_32_bits
     if not wide or num_samples * shape.h * head < INDEX_LIMIT:
@@ -186,8 +189,9 @@ def _batches(
         fewer = "fewer --cp-heads-per-chunk or " if heads_at_once > 1 else ""
         raise ValueError(
             f"{rows} rows x {shape.d} channels x {heads_at_once} heads are {heads_at_once * head} "
-            f"elements, and the kernel counts below {INDEX_LIMIT}; give {fewer}more ring ranks."
+            f"elements, and the kernel's limit is {INDEX_LIMIT}; give {fewer}more ring ranks."
         )
+    # Key-value heads per call: as many as stay below the limit, or all where only heads count.
     step = (INDEX_LIMIT - 1) // (share * head) if limits.indexes_calls_in_32_bits else shape.g
     for sample in range(samples.start, samples.stop):
         for first in range(0, shape.g, step):
@@ -207,15 +211,16 @@ class QueryBlock:
 def query_blocks(
     num_queries: int, call: Call, block_size: int, device: torch.device
 ) -> Iterator[QueryBlock]:
-    """Cut the queries of a call of one segment into blocks of ``block_size``."""
+    """Split the queries of a call of one segment into blocks of ``block_size``."""
     for first in range(0, num_queries, block_size):
         queries = slice(first, min(first + block_size, num_queries))
         if not call.causal:
             yield QueryBlock(queries, slice(0, call.keys.stop - call.keys.start), None)
             continue
+        # A causal query sees no key after its own position, and a window ends there.
         keys = slice(max(0, first + 1 - (call.window or queries.stop)), queries.stop)
         rows, columns = (torch.arange(x.start, x.stop, device=device) for x in (queries, keys))
-        distance = rows[:, None] - columns[None, :]
+        distance = rows[:, None] - columns[None, :]  # [queries, keys]
         hidden = distance < 0
         if call.window is not None:
             hidden |= distance >= call.window

@@ -1,7 +1,7 @@
-"""The tensors of attention, as three values that travel together.
+"""The tensors of attention, in three tuples.
 
-q and its relatives are [s_q, b, h, d], k and v and theirs [s_k, b, g, d]: any strides, the last
-dimension contiguous. h / g query heads share each key-value head.
+q, out and their gradients are [s_q, b, h, d]; k, v and theirs [s_k, b, g, d]. Only the last
+dimension has to be contiguous. h / g query heads share each key-value head.
 """
 
 from typing import NamedTuple
@@ -18,9 +18,9 @@ class Qkv(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What attention wrote, and what its backward reads beside q, k, v.
+    """The result of attention, which its backward reads beside q, k, v.
 
-    Both are over all keys that a query sees, even where a call is given only some of them.
+    Both are over all keys that a query sees, even if a call holds only some of them.
     """
 
     out: Tensor  # [s_q, b, h, d]
@@ -28,7 +28,7 @@ class Attended(NamedTuple):
 
 
 class QkvGrads(NamedTuple):
-    """Where backward writes. ``dq`` may be the memory of dO: every kernel writes it last."""
+    """Outputs of backward. ``dq`` may be the memory of dO: every kernel writes it last."""
 
     dq: Tensor  # [s_q, b, h, d]
     dk: Tensor  # [s_k, b, g, d]
@@ -36,7 +36,7 @@ class QkvGrads(NamedTuple):
 
 
 def bhsd(x: Tensor) -> Tensor:
-    """The view that torch's own operators want: [s, b, heads, d] -> [b, heads, s, d]."""
+    """The view that torch's own operators take: [s, b, heads, d] -> [b, heads, s, d]."""
     return x.permute(1, 2, 0, 3)
 
 

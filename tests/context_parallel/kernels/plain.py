@@ -20,12 +20,12 @@ def hidden_pairs(mask: Mask, sample: int, num_queries: int, num_keys: int) -> Te
         pairwise(segments.queries), pairwise(segments.keys), strict=True
     ):
         distance = torch.arange(q_stop - q_start)[:, None] - torch.arange(k_stop - k_start)
-        its = torch.zeros(distance.shape, dtype=torch.bool)
+        part = torch.zeros(distance.shape, dtype=torch.bool)
         if mask.causal:
-            its |= distance < 0
+            part |= distance < 0
         if mask.window is not None:
-            its |= distance >= mask.window
-        hidden[q_start:q_stop, k_start:k_stop] = its
+            part |= distance >= mask.window
+        hidden[q_start:q_stop, k_start:k_stop] = part
     return hidden
 
 

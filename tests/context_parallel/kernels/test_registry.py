@@ -74,9 +74,9 @@ def test_names_the_package_that_was_asked_for(hopper, backend, message):
          "takes heads of a multiple of 8 channels up to 256, not 20"),
         ("torch-flash", BF16 | {"head_width": 264},
          "takes heads of a multiple of 8 channels up to 256, not 264"),
-        ("fused", BF16 | {"window": 8}, "cudnn knows no sliding window"),
+        ("fused", BF16 | {"window": 8}, "cudnn has no sliding window"),
         ("fused", BF16 | {"documents": True},
-         "cudnn knows no documents. --attention-backend auto takes one that works."),
+         "cudnn has no documents. --attention-backend auto takes one that works."),
         ("flash", FP32, "cpu-flash needs tensors on a CPU"),
     ],
 )  # fmt: skip

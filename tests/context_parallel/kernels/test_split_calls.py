@@ -70,7 +70,7 @@ def test_the_boundary_counts_padding():
     assert len(split_calls(shape(fits), Mask(), limits)) == 1
     with pytest.raises(ValueError, match=r"give more ring ranks"):
         split_calls(shape(fits + 1), Mask(), limits)
-    with pytest.raises(ValueError, match=r"kernel counts below 2147483648"):
+    with pytest.raises(ValueError, match=r"kernel's limit is 2147483648"):
         split_calls(shape(fits, d=136), Mask(), limits)  # padded to 192 inside
 
 
@@ -90,27 +90,27 @@ def segments(draw):
 
 
 @given(segments())
-def test_runs_are_the_segments_with_both_sides(its):
-    both = zip(pairwise(its.queries), pairwise(its.keys), strict=True)
-    wanted = [(q, k) for q, k in both if q[0] < q[1] and k[0] < k[1]]
-    assert [(run.queries, run.keys) for run in its.singles] == wanted
+def test_runs_are_the_segments_with_both_sides(segments):
+    both = zip(pairwise(segments.queries), pairwise(segments.keys), strict=True)
+    expected = [(q, k) for q, k in both if q[0] < q[1] and k[0] < k[1]]
+    assert [(run.queries, run.keys) for run in segments.singles] == expected
     in_runs = [
         (run.queries[i : i + 2], run.keys[i : i + 2])
-        for run in its.runs
+        for run in segments.runs
         for i in range(run.num_segments)
     ]
-    assert in_runs == wanted
-    for run, following in pairwise(its.runs):
+    assert in_runs == expected
+    for run, following in pairwise(segments.runs):
         ends = run.queries[-1], run.keys[-1]
         assert ends != (following.queries[0], following.keys[0]), "should have been joined"
 
 
 def test_a_sample_without_gaps_is_one_call_of_a_joining_kernel():
-    its = Segments.of((0, 3, 4, 9))
-    (call,) = split_calls(shape(9), Mask(segments=(its,)), JOINING)
+    segments = Segments.of((0, 3, 4, 9))
+    (call,) = split_calls(shape(9), Mask(segments=(segments,)), JOINING)
     assert call.run.queries == (0, 3, 4, 9)
     assert call.run.longest == (5, 5)
-    assert len(split_calls(shape(9), Mask(segments=(its,)), ANY)) == 3
+    assert len(split_calls(shape(9), Mask(segments=(segments,)), ANY)) == 3
 
 
 def test_cumulative_lengths_start_at_0_and_are_made_once():
@@ -124,7 +124,7 @@ RUNS = st.lists(st.integers(0, 20), min_size=4, max_size=4).map(sorted)
 
 
 @given(segments(), RUNS, RUNS)
-def test_blocks_of_rows_keep_their_documents(its, rows, columns):
+def test_blocks_of_rows_keep_their_documents(segments, rows, columns):
     def inside(bounds, places):
         a, b, c, d = (min(place, bounds[-1]) for place in places)
         return range(a, b), range(c, d)
@@ -132,15 +132,15 @@ def test_blocks_of_rows_keep_their_documents(its, rows, columns):
     def document_of(bounds):
         return torch.bucketize(torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True)
 
-    queries, keys = inside(its.queries, rows), inside(its.keys, columns)
-    block = its.blocks(queries, keys)
+    queries, keys = inside(segments.queries, rows), inside(segments.keys, columns)
+    block = segments.blocks(queries, keys)
     for found, bounds, runs in (
-        (block.queries, its.queries, queries),
-        (block.keys, its.keys, keys),
+        (block.queries, segments.queries, queries),
+        (block.keys, segments.keys, keys),
     ):
         expected = [document_of(bounds)[run.start : run.stop] for run in runs]
         assert torch.equal(document_of(found), torch.cat(expected))
-    assert its.blocks(queries, keys) is block
+    assert segments.blocks(queries, keys) is block
 
 
 def test_rejects_windows_that_mean_nothing():

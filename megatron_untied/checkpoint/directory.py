@@ -1,12 +1,14 @@
 """Folders of checkpoints in Megatron's layout, updated so that a crash never loses the last one.
 
 ``iter_0000100/`` is complete as soon as it has that name. It is filled under another name first,
-and ``latest_checkpointed_iteration.txt`` names it only after everything is on the disk. The small
+and ``latest_checkpointed_iteration.txt`` names it only after everything is on the disk. That other
+name has the id of the run, so runs that save into one directory leave each other's alone. The small
 files of a checkpoint are written and read here too, durably and as strict JSON.
 """
 
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,6 +20,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 INCOMPLETE = ".incomplete"
 REPLACED = ".replaced"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+logger = logging.getLogger(__name__)
 
 
 def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | None:
@@ -38,9 +42,8 @@ def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | Non
                     f"{_available(directory)}"
                 )
             return None
-    folder = iteration_folder(directory, iteration)
+    folder, replaced = iteration_folder(directory, iteration), replaced_folder(directory, iteration)
     # A crash inside publish() can leave the earlier checkpoint of this iteration alone.
-    replaced = folder.with_name(folder.name + REPLACED)
     found = next((path for path in (folder, replaced) if path.is_dir()), None)
     if found is None:
         raise ValueError(f"{source} names iteration {iteration}; {_available(directory)}")
@@ -82,9 +85,13 @@ def iteration_folder(directory: Path, iteration: int) -> Path:
     return directory / f"iter_{iteration:07d}"
 
 
-def staging_folder(directory: Path, iteration: int) -> Path:
-    """The folder in which the checkpoint of an iteration is assembled."""
-    return directory / f"iter_{iteration:07d}{INCOMPLETE}"
+def staging_folder(directory: Path, iteration: int, run_id: str | None = None) -> Path:
+    """The folder in which a run assembles the checkpoint of an iteration."""
+    return directory / f"iter_{iteration:07d}{_staging_suffix(run_id)}"
+
+
+def _staging_suffix(run_id: str | None) -> str:
+    return f".{run_id}{INCOMPLETE}" if run_id else INCOMPLETE
 
 
 def make_writable(directory: Path, flag: str) -> None:
@@ -103,12 +110,22 @@ def make_writable(directory: Path, flag: str) -> None:
         ) from error
 
 
-def start(directory: Path, iteration: int) -> None:
-    """Create an empty staging folder; removes those that a crash has left."""
+def start(directory: Path, iteration: int, run_id: str | None = None) -> None:
+    """Create an empty staging folder; removes those that a crash of this run has left.
+
+    Those of other runs stay, with a warning: such a run may be saving now.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    for leftover in directory.glob(f"iter_*{INCOMPLETE}"):
-        shutil.rmtree(leftover)
-    staging_folder(directory, iteration).mkdir()
+    own = re.compile(rf"iter_\d+({re.escape(REPLACED)})?{re.escape(_staging_suffix(run_id))}")
+    for leftover in sorted(directory.glob(f"iter_*{INCOMPLETE}")):
+        if own.fullmatch(leftover.name):
+            shutil.rmtree(leftover)
+        else:
+            logger.warning(
+                "%s was not written by this run and stays; delete it if no other run is saving it",
+                leftover,
+            )
+    staging_folder(directory, iteration, run_id).mkdir()
 
 
 def checkpoint_names(directory: Path) -> list[str]:
@@ -118,34 +135,42 @@ def checkpoint_names(directory: Path) -> list[str]:
     return sorted(found) + [TRACKER] * (directory / TRACKER).exists()
 
 
-def set_aside(directory: Path, iteration: int) -> Path:
-    """Rename the existing folder of an iteration, to keep it; returns its new path."""
-    folder = iteration_folder(directory, iteration)
+def replaced_folder(directory: Path, iteration: int) -> Path:
+    """The folder of a checkpoint while another of the same iteration takes its place."""
+    return directory / f"iter_{iteration:07d}{REPLACED}"
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename an existing folder, to keep it; returns its new path."""
     places = (folder.with_name(f"{folder.name}.kept-{n}") for n in itertools.count(1))
     place = next(path for path in places if not path.exists())
     return folder.rename(place)
 
 
-def publish(directory: Path, iteration: int) -> None:
+def publish(directory: Path, iteration: int, run_id: str | None = None) -> None:
     """Give the filled folder its name, then move the tracker to it."""
-    folder, staging = iteration_folder(directory, iteration), staging_folder(directory, iteration)
-    replaced = folder.with_name(folder.name + REPLACED)
+    folder, replaced = iteration_folder(directory, iteration), replaced_folder(directory, iteration)
+    staging = staging_folder(directory, iteration, run_id)
     flush_folder(staging)  # before the rename: a complete name must mean complete content
     if folder.exists():
         # An earlier checkpoint of this iteration: until the next rename readers use `replaced`.
-        _remove(replaced)
+        _delete(replaced, run_id)
         folder.rename(replaced)
     staging.rename(folder)
     flush_folder(directory)
     write_durably(directory / TRACKER, f"{iteration}\n".encode())
-    _remove(replaced)  # last: until here it is what a crash would fall back to
+    _delete(replaced, run_id)  # last: until here it is what a crash would fall back to
 
 
-def retire(directory: Path, iteration: int) -> None:
-    """Delete a checkpoint; a crash meanwhile leaves no folder under a complete name."""
-    folder = iteration_folder(directory, iteration)
+def retire(directory: Path, iteration: int, run_id: str | None = None) -> None:
+    """Delete a checkpoint of this run."""
+    _delete(iteration_folder(directory, iteration), run_id)
+
+
+def _delete(folder: Path, run_id: str | None) -> None:
+    # A crash meanwhile leaves no folder under a complete name, and start() removes it.
     if folder.exists():
-        shutil.rmtree(folder.rename(staging_folder(directory, iteration)))
+        shutil.rmtree(folder.rename(folder.with_name(folder.name + _staging_suffix(run_id))))
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -219,11 +244,6 @@ def _require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = next(name for name in values if names.count(name) > 1)
         raise ValueError(f"the key {repeated!r} is there more than once; remove all but one")
     return values
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
 
 
 def _iterations(directory: Path) -> list[int]:

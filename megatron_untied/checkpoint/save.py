@@ -43,15 +43,17 @@ def save_checkpoint(
         state: what to save. It is not changed, except that missing moments are created.
         progress: how far training is; names the folder.
         run_config: a dataclass of settings to keep beside the weights.
-        provenance: of the checkpoint. Only checkpoints with its ``run_id`` are replaced or deleted;
-            any other folder with the name of this one is renamed.
+        provenance: of the checkpoint, with one ``run_id`` on all ranks. Only checkpoints with it,
+            complete or not, are replaced or deleted; any other folder with the name of this one is
+            renamed.
         save_retain_interval: afterwards delete the checkpoint that was the latest, if its
             iteration is earlier and not a multiple of this.
     """
     directory, rank = Path(directory), dist.get_rank()
     provenance = provenance or Provenance()
-    staging = disk.staging_folder(directory, progress.iteration)
-    raise_on_all_ranks(lambda: rank == 0 and disk.start(directory, progress.iteration))
+    own = directory, progress.iteration, provenance.run_id
+    staging = disk.staging_folder(*own)
+    raise_on_all_ranks(lambda: rank == 0 and disk.start(*own))
     raise_on_all_ranks(lambda: save_random_state(staging, rank))
     tensors = {}
     for shard in state.shards.shards(with_moments=state.shards.has_moments):
@@ -69,7 +71,7 @@ def save_checkpoint(
             scheduler=schedule_state(state.scheduler) if state.scheduler else None,
         ).write(staging)
         write_run_config(staging, state.model_config, run_config, provenance)
-        _publish(directory, progress.iteration, provenance.run_id, save_retain_interval)
+        _publish(*own, save_retain_interval)
 
     raise_on_all_ranks(lambda: rank == 0 and finish())
     return disk.iteration_folder(directory, progress.iteration)
@@ -79,11 +81,14 @@ def _publish(
     directory: Path, iteration: int, run_id: str | None, save_retain_interval: int | None
 ) -> None:
     """Make the staged checkpoint the latest; delete the previous one if it need not be kept."""
-    folder, before = disk.iteration_folder(directory, iteration), disk.latest_iteration(directory)
-    if folder.exists() and not is_of_run(folder, run_id):
-        kept = disk.set_aside(directory, iteration)
-        logger.warning("%s was not written by this run and is now %s", folder, kept.name)
-    disk.publish(directory, iteration)
+    before = disk.latest_iteration(directory)
+    # The second is the only copy where another run was stopped while it replaced a checkpoint.
+    for place in (disk.iteration_folder, disk.replaced_folder):
+        folder = place(directory, iteration)
+        if folder.exists() and not is_of_run(folder, run_id):
+            kept = disk.set_aside(folder)
+            logger.warning("%s was not written by this run and is now %s", folder, kept.name)
+    disk.publish(directory, iteration, run_id)
     if before is None:
         return
     if before > iteration:  # after --ckpt-step: the later checkpoint may still be needed
@@ -93,4 +98,4 @@ def _publish(
         )
     elif save_retain_interval and before < iteration and before % save_retain_interval:
         if is_of_run(disk.iteration_folder(directory, before), run_id):
-            disk.retire(directory, before)
+            disk.retire(directory, before, run_id)

@@ -73,11 +73,13 @@ def _require_first_start(config: CheckpointConfig, skip_train: bool) -> None:
         "--reset-data-position": config.reset_data_position,
         "--skip-train": skip_train,
         "--exit-on-missing-checkpoint": config.exit_on_missing_checkpoint,
+        "--load": not _same_folder(config.load, config.save),
     }
     if given := [flag for flag, is_given in requiring.items() if is_given]:
+        needs = "a folder other than that of --save" if given[0] == "--load" else given[0]
         raise ValueError(
-            f"--load {config.load} has no checkpoint, and {given[0]} needs one; check the path, "
-            "or leave the flag out to start from random weights"
+            f"--load {config.load} has no checkpoint, and {needs} needs one; check the path, "
+            f"or leave {' and '.join(given)} out to start from random weights"
         )
 
 

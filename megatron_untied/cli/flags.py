@@ -371,7 +371,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "restart the training samples; weights, moments and schedule continue",
         ),
         switch("--no-load-rng", "do not load the random states", off="load_rng"),
-        switch("--exit-on-missing-checkpoint", "exit with an error if --load has no checkpoint"),
+        switch(
+            "--exit-on-missing-checkpoint",
+            "exit with an error if --load has no checkpoint, also if it is the folder of --save",
+        ),
         switch("--use-checkpoint-args", "take the architecture from the checkpoint in --load"),
     ),
     "logging": (

@@ -33,4 +33,5 @@ class CheckpointConfig:
     use_checkpoint_args: bool = False
     """The architecture is that in ``load``, apart from flags that may change it."""
     exit_on_missing_checkpoint: bool = False
-    """Stop when ``load`` holds no checkpoint, instead of starting from random weights."""
+    """Stop when ``load`` is ``save`` and holds no checkpoint, instead of starting from random
+    weights."""

@@ -52,12 +52,14 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
 
     Raises:
         FileNotFoundError: if one of ``inputs`` names nothing.
-        ValueError: if there are token files among them, such as those of an earlier run.
+        ValueError: if there are token files among them, such as those of an earlier run, or a file
+            is named twice.
     """
-    files = []
+    files: dict[Path, Path] = {}
     for name in inputs:
         matches = [name] if Path(name).exists() else sorted(glob.glob(name, recursive=True))
-        found = [file for match in matches for file in _files_at(Path(match))]
+        # A pattern that ends in ** matches folders and the files in them.
+        found = dict.fromkeys(file for match in matches for file in _files_at(Path(match)))
         if not found:
             raise FileNotFoundError(f"--input {name}: no such file, and no file matches it")
         for file in found:
@@ -67,8 +69,14 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
                     "tokenized and --output-prefix in different folders, or give a pattern such as "
                     f"{file.parent}/*.jsonl"
                 )
-        files += found
-    return files
+            first = files.setdefault(file.resolve(), file)
+            if first is not file:
+                also = "" if first == file else f", also as {first}"
+                raise ValueError(
+                    f"--input names {file} twice{also}, and its documents would count double; name "
+                    "it once"
+                )
+    return list(files.values())
 
 
 def _files_at(path: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """Imports a Hugging Face folder as a checkpoint of iteration 0."""
 
 import functools
+import shutil
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -86,18 +87,22 @@ class Import:
         """
         if disk.checkpoint_names(save):
             raise ValueError(f"{save} holds checkpoints already; give another --save")
-        disk.start(save, 0)
-        staging = disk.staging_folder(save, 0)
-        write_tensors(staging, self._tensors(advance))  # reads each block when it is written
-        StoredState(progress=Progress(), ranks=None, optimizer_step=None, scheduler=None).write(
-            staging
-        )
         dtypes = Counter(self._spec(name).dtype for name in self.layouts)
         source_dtype = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
         provenance = Provenance(run_id=uuid.uuid4().hex, source_dtype=source_dtype)
-        write_run_config(staging, self.model, None, provenance)
-        copied = copy_small_files(self.folder, save / FOLDER, config=True)
-        disk.publish(save, 0)  # last: from here on the checkpoint exists
+        own = save, 0, provenance.run_id
+        staging = disk.staging_folder(*own)
+        disk.start(*own)
+        state = StoredState(progress=Progress(), ranks=None, optimizer_step=None, scheduler=None)
+        try:
+            write_tensors(staging, self._tensors(advance))  # reads each block when it is written
+            state.write(staging)
+            write_run_config(staging, self.model, None, provenance)
+            copied = copy_small_files(self.folder, save / FOLDER, config=True)
+            disk.publish(*own)  # last: from here on the checkpoint exists
+        except BaseException:  # no later import has this id, so none would delete the folder
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
         return copied
 
     def _tensors(self, advance: Advance) -> dict[str, GlobalTensor]:

@@ -126,7 +126,7 @@ def find_agreed_start(config: RunConfig, gather: Gather) -> Start:
         "the checkpoint in --load",
         gather,
     )
-    if start.same_run:
+    if start.provenance.run_id is not None:
         return start
-    # Only rank 0 writes its id into checkpoints; the other ranks draw ids that are never used.
-    return replace(start, provenance=replace(start.provenance, run_id=uuid.uuid4().hex))
+    run_id = gather(uuid.uuid4().hex)[0]  # all ranks write into the folder that it names
+    return replace(start, provenance=replace(start.provenance, run_id=run_id))

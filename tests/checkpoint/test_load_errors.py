@@ -33,9 +33,13 @@ def message(group, config, model=MODEL, lr_decay_steps=40):
     run = small_run(Split(), model, seed=3)
     run.state.scheduler.lr_decay_steps = lr_decay_steps
     before = gather_state(run.state)
-    path = config.load if isinstance(config.load, str) else config.load[group.rank()]
+    own = {
+        name: folders[group.rank()]
+        for name in ("load", "save")
+        if isinstance(folders := getattr(config, name), list)
+    }
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the message
-        load_checkpoint(dataclasses.replace(config, load=path), run.state, seed=3)
+        load_checkpoint(dataclasses.replace(config, **own), run.state, seed=3)
     after = gather_state(run.state)
     assert all(torch.equal(before[name], after[name]) for name in before)
     return str(caught.value)
@@ -70,12 +74,15 @@ def config(saved):
 
 
 def test_refuses_a_missing_checkpoint_when_told_to(tmp_path):
-    config = CheckpointConfig(load=str(tmp_path), exit_on_missing_checkpoint=True)
-    assert_refused(f"--load {tmp_path} has no checkpoint", "leave the flag out", config=config)
+    path = str(tmp_path)
+    config = CheckpointConfig(load=path, save=path, exit_on_missing_checkpoint=True)
+    advice = "leave --exit-on-missing-checkpoint out"
+    assert_refused(f"--load {tmp_path} has no checkpoint", advice, config=config)
 
 
 def progress_without_a_checkpoint(group, path):
-    return load_checkpoint(CheckpointConfig(load=path), small_run(Split()).state, seed=3)
+    config = CheckpointConfig(load=path, save=path)
+    return load_checkpoint(config, small_run(Split()).state, seed=3)
 
 
 def test_starts_at_zero_without_a_checkpoint(tmp_path):
@@ -160,7 +167,8 @@ def test_refuses_a_file_that_was_cut_off(saved, config):
 
 
 def test_refuses_ranks_that_see_different_directories(saved, tmp_path):
-    config = CheckpointConfig(load=[str(saved), str(tmp_path / "other node")])
+    folders = [str(saved), str(tmp_path / "other node")]
+    config = CheckpointConfig(load=folders, save=folders)
     assert_refused("on rank 0 and None on rank 1", "same file system", config=config)
 
 

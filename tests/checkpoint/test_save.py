@@ -15,6 +15,7 @@ from megatron_untied.checkpoint import (
     read_model_config,
     save_checkpoint,
 )
+from megatron_untied.checkpoint import directory as disk
 from megatron_untied.checkpoint.provenance import read_provenance
 from megatron_untied.config import RotaryConfig
 from megatron_untied.sharding.shards import ModelShards
@@ -98,6 +99,30 @@ def test_a_foreign_folder_with_the_name_of_a_checkpoint_is_kept(tmp_path):
     (tmp_path / "iter_0000001" / "thesis.txt").write_text("all of it")
     run_on_ranks(save_as, 1, str(tmp_path), "a", [1, 2], save_retain_interval=100)
     assert (tmp_path / "iter_0000001.kept-1" / "thesis.txt").read_text() == "all of it"
+
+
+def test_the_unfinished_checkpoint_of_another_run_is_kept(tmp_path):
+    """That run may be saving the same iteration at this moment."""
+    disk.start(tmp_path, 1, "b")
+    (disk.staging_folder(tmp_path, 1, "b") / "file").write_text("of b")
+    foreign = tmp_path / "iter_0000002.incomplete"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("all of it")
+    (said,) = run_on_ranks(save_as, 1, str(tmp_path), "a", [1])
+    stays = "was not written by this run and stays"
+    assert [line.partition(" " + stays)[0] for line in said] == [
+        str(tmp_path / "iter_0000001.b.incomplete"), str(foreign)
+    ]  # fmt: skip
+    disk.publish(tmp_path, 1, "b")
+    assert (tmp_path / "iter_0000001" / "file").read_text() == "of b"
+    assert (foreign / "thesis.txt").read_text() == "all of it"
+
+
+def test_what_another_run_was_replacing_when_it_was_stopped_is_kept(tmp_path):
+    run_on_ranks(save_as, 1, str(tmp_path), "a", [1])
+    (tmp_path / "iter_0000001").rename(tmp_path / "iter_0000001.replaced")
+    run_on_ranks(save_as, 1, str(tmp_path), "b", [1])
+    assert run_ids(tmp_path) == {"iter_0000001": "b", "iter_0000001.replaced.kept-1": "a"}
 
 
 def test_the_same_run_replaces_its_own_checkpoint(tmp_path):

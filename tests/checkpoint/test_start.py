@@ -46,6 +46,15 @@ def test_refuses_to_load_nothing_where_something_is_meant(tmp_path, flags, name)
         find_start(config)
 
 
+def test_a_folder_to_load_that_is_not_the_one_to_save_to_must_hold_a_checkpoint(tmp_path):
+    """A run that has not saved yet loads from where it saves; anything else is a typo."""
+    typo, save = str(tmp_path / "chekpoints"), str(tmp_path / "checkpoints")
+    for config in (CheckpointConfig(load=typo), CheckpointConfig(load=typo, save=save)):
+        with pytest.raises(ValueError, match=f"--load {typo} has no .*, or leave --load out"):
+            find_start(config)
+    assert find_start(CheckpointConfig(load=save, save=f"{save}/.")).folder is None
+
+
 def test_refuses_to_evaluate_nothing(tmp_path):
     with pytest.raises(ValueError, match="has no checkpoint, and --skip-train needs one"):
         find_start(CheckpointConfig(load=str(tmp_path)), skip_train=True)
@@ -99,7 +108,7 @@ def leave_what_was_being_replaced(saved):
 def test_refuses_to_save_among_checkpoints_of_another_run(tmp_path, saved, change):
     write_checkpoint(tmp_path / "other", 1, run_id="b")
     change(tmp_path / "saved")
-    for load in (None, str(tmp_path / "other"), str(tmp_path / "nowhere")):
+    for load in (None, str(tmp_path / "other")):
         config = CheckpointConfig(load=load, save=saved)
         with pytest.raises(ValueError, match=f"--save {saved} holds checkpoints already .*--load"):
             find_start(config)

@@ -1,6 +1,7 @@
 import gzip
 import sys
 import tracemalloc
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -44,6 +45,17 @@ def test_rejects_an_input_that_names_nothing(tmp_path, name):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="--input .*no such file, and no file matches it"):
         find_files([str(tmp_path / name)])
+
+
+def test_a_file_named_twice_is_refused(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("a")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "data" / "a.txt")
+    file = f"{tmp_path}/data/a.txt"
+    for other in (file, f"{tmp_path}/data", f"{tmp_path}/data/*", f"{tmp_path}/link.txt"):
+        with pytest.raises(ValueError, match="--input names .* twice.*count double; name it once"):
+            find_files([file, other])
+    assert find_files([f"{tmp_path}/data/**"]) == [Path(file)]
 
 
 GOOD = b'{"text": "good"}\n'

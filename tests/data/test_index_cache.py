@@ -56,6 +56,13 @@ def refused_on(group, *arguments, no_space: bool = False) -> str:
     return str(error.value)
 
 
+class FakeGroup:
+    """Of this process alone."""
+
+    def rank(self) -> int:
+        return 0
+
+
 def write(folder: Path, seed: int = 0) -> str:
     folder.mkdir(exist_ok=True)
     documents = random_documents(60, vocab_size=100, eod=TOKENIZER.eod, seed=seed)
@@ -137,6 +144,59 @@ def test_a_cached_index_cut_short_names_the_file_and_what_to_do(tmp_path, num_by
     assert same_samples(run_on_ranks(built_on, 2, paths, caches))
 
 
+def halved(index: np.ndarray) -> np.ndarray:
+    return index[: len(index) // 2]
+
+
+def beyond(index: np.ndarray) -> np.ndarray:
+    return index + 10_000
+
+
+def twice_the_first(index: np.ndarray) -> np.ndarray:
+    return np.concatenate([index[:1], index[:1], index[2:]])
+
+
+def of_another_type(index: np.ndarray) -> np.ndarray:
+    return index.astype(np.int64)
+
+
+@pytest.mark.parametrize("name", ["document_index", "sample_index", "shuffle_index"])
+@pytest.mark.parametrize("change", [halved, beyond, twice_the_first, of_another_type])
+def test_a_cached_index_with_other_content_names_the_file_and_what_to_do(tmp_path, name, change):
+    """A valid ``.npy`` all the same: training would read other samples, or fail at one of them."""
+    prefix, cache = write(tmp_path / "data"), str(tmp_path / "cache")
+    group = FakeGroup()
+    built_on(group, [(prefix,)], [cache])
+    (index,) = (tmp_path / "cache").glob(f"*{name}.npy")
+    np.save(index, change(np.load(index)))
+    said = refused_on(group, [(prefix,)], [cache])
+    assert f"--data-cache-path: the sample index {index} is damaged" in said
+    assert "delete it, and the next start writes it again" in said
+    index.unlink()
+    assert built_on(group, [(prefix,)], [cache])[1] == 1
+
+
+def test_a_changed_index_of_one_node_ends_all_ranks(tmp_path):
+    paths = [(write(tmp_path / node),) for node in ("n0", "n1")]
+    caches = [str(tmp_path / node / "cache") for node in ("n0", "n1")]
+    run_on_ranks(built_on, 2, paths, caches)
+    (index,) = (tmp_path / "n1" / "cache").glob("*shuffle_index.npy")
+    np.save(index, halved(np.load(index)))
+    assert f"the sample index {index} is damaged" in refusals(paths, caches)
+
+
+def test_a_changed_index_without_checksums_is_made_again(tmp_path):
+    """As an earlier version wrote it."""
+    prefix, cache = write(tmp_path / "data"), str(tmp_path / "cache")
+    group = FakeGroup()
+    first = built_on(group, [(prefix,)], [cache])
+    (index,) = (tmp_path / "cache").glob("*shuffle_index.npy")
+    np.save(index, halved(np.load(index)))
+    (checksums,) = (tmp_path / "cache").glob("*checksums.npy")
+    checksums.unlink()
+    assert same_samples([first, built_on(group, [(prefix,)], [cache])])
+
+
 def test_files_that_one_node_lacks_are_named_with_its_rank(tmp_path):
     said = refusals([(write(tmp_path / "n0"),), (str(tmp_path / "n1" / "data"),)], [None, None])
     assert f"there is no {tmp_path / 'n1' / 'data'}.bin" in said
@@ -163,4 +223,4 @@ def test_arrays_are_made_once_and_mapped(tmp_path):
         assert (one.tolist(), other.tolist()) == ([0, 1, 2, 3, 4], [1, 1, 1])
     assert len(made) == 1
     files = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
-    assert files == ["key-a.npy", "key-b.npy"]
+    assert files == ["key-a.npy", "key-b.npy", "key-checksums.npy"]

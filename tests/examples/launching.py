@@ -46,7 +46,7 @@ def start(*command: str | Path, folder: Path = ROOT, **variables: str) -> subpro
     )
 
 
-def finish(process: subprocess.Popen, timeout: float = 240) -> subprocess.CompletedProcess:
+def finish(process: subprocess.Popen, timeout: float = 600) -> subprocess.CompletedProcess:
     """Its exit status and output; a process that takes longer is ended."""
     try:
         stdout, stderr = process.communicate(timeout=timeout)

@@ -77,11 +77,13 @@ def rehearse(launcher: str, folder: Path) -> None:
     assert "rehearsal: done, nothing failed" in done.stdout
 
 
+@pytest.mark.timeout(900)  # two minutes when the machine is idle
 def test_a_launcher_plans_trains_saves_and_goes_on(tmp_path):
     rehearse("pretrain_8b_5m.sh", tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_ring_of_ulysses_groups_is_rehearsed(tmp_path):
     rehearse("pretrain_32b_4m.sh", tmp_path)
 

@@ -209,6 +209,7 @@ def test_an_interrupted_conversion_leaves_no_result(tmp_path, llama):
 
     with pytest.raises(KeyboardInterrupt):
         Import.open(llama).write(tmp_path / "save", interrupt)
+    assert not any((tmp_path / "save").glob("iter_*"))
     with pytest.raises(ValueError, match="--load .*save has no checkpoint; check the path"):
         Export.open(tmp_path / "save")
     convert(llama, tmp_path / "save")

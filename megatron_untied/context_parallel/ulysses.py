@@ -1,17 +1,20 @@
 """Untied Ulysses: exchange a few heads, attend, send them home; chunk after chunk.
 
-No rank ever holds q, k, v or their gradients of more than u heads over the whole sequence. Where
-q, k, v come from is the caller's business (:class:`Projections`): finished tensors in the plain
-layer, projected tile by tile in the streamed one. The loop is the same.
+A rank holds q of u/a heads over the whole sequence (2u/a with overlap) and only the k and v that
+they use; dK and dV of a head stay until its last chunk. The caller provides q, k and v
+(:class:`Projections`): finished tensors in the plain layer, projected tile by tile in the streamed
+one. The loop is the same.
 
-A chunk's way, with shapes on one rank (letters: see the package)::
+One chunk, with shapes on one rank: s tokens, n = s/p per rank, a Ulysses and r ring ranks, u query
+heads per chunk, d head width, b micro-batch, m hidden size::
 
     load    project, rotate     x [n, b, m]        ->  send buffer, a blocks [n, b, u/a, d]
             all-to-all          a x [n, b, u/a, d] ->  q [s/r, b, u/a, d];  k, v alike
     attend  kernel              q, k, v            ->  out [s/r, b, u/a, d],  lse [b, u/a, s/r]
     home    all-to-all          out                ->  its slot of O, a blocks [n, b, u/a, d]
 
-Backward loads O and dO as well, and sends dQ home into the slot that dO has left.
+Backward loads O and dO as well, and sends dQ home into the slot that dO has left. dK and dV of the
+heads that no later chunk uses go home too, where they are summed over the ranks that share them.
 """
 
 from abc import ABC, abstractmethod
@@ -172,8 +175,8 @@ class UntiedUlysses:
     ) -> Tensor:
         """Turn ``d_out`` from dO into dQ, slot by slot; returns dK and dV: [2, n, b, g, d].
 
-        dQ and dK are those of the rotated queries and keys. ``make_sums`` makes what gradients of
-        keys and values are summed in over chunks; None is in the workspace.
+        dQ and dK are those of the rotated queries and keys. ``make_sums`` allocates the
+        accumulators of dK and dV; by default they are in the workspace.
         """
         memory = Memory(self.workspace, self.sizes(x, attention), x.device)
         buffers = BackwardBuffers.plan(memory.sizes, sums_on_host=make_sums is not None)
@@ -190,6 +193,8 @@ class UntiedUlysses:
             self.progress.begin_chunk(j)
             dkv.begin(mine)
             dq = loaded.d_out
+            # The kernel reads dO for the last time before it writes dQ: they share a buffer, unless
+            # a ring reads dO again or the next dO is already arriving.
             if not buffers.dq_over_d_out:
                 dq = memory.head_sharded(buffers.dq[j], len(mine.query_heads))
             for call, lse in zip(mine.kernel_calls, y.lse[j], strict=True):
@@ -203,7 +208,7 @@ class UntiedUlysses:
                 )
             self.progress.chunk_completed()
 
-            # This chunk's dO has arrived on every rank: its slot is free for dQ.
+            # This rank's exchange of the chunk's dO is complete: its slot may receive dQ.
             returning.send(j, dq, into=d_out)  # [s/r, b, u/a, d] -> [n, b, u, d]
             dkv.return_to_owner(j, chunk)
             if not self.schedule.overlap:
@@ -228,7 +233,7 @@ class UntiedUlysses:
     ) -> "_LoadedChunk | None":
         """Start to bring chunk j here: project, rotate, exchange. None after the last chunk.
 
-        ``before`` is the chunk before it, whose keys and values may be used again.
+        ``before`` is the chunk before it, whose keys and values may be reused.
         """
         if j == len(self.schedule.chunks):
             return None
@@ -238,6 +243,7 @@ class UntiedUlysses:
         loaded.d_out = self._load_slot(j, loaded, memory, inputs.d_out)
         loaded.out = self._load_slot(j, loaded, memory, inputs.out)
         queries, loads = [a.query_heads for a in chunk], [a.kv_to_load for a in chunk]
+        # kv_buffer is -1 where this rank loads no key-value heads: what it receives is empty.
         k, v = buffers.kv[mine.kv_buffer]
         parts = [("q", queries, buffers.send_q, buffers.q[j])]
         if any(loads):  # of any rank: the exchange is collective
@@ -251,7 +257,8 @@ class UntiedUlysses:
                 send = memory.sequence_sharded(send_buffer, sum(counts))
             inputs.x.write(kind, heads, send)  # [n, b, m] -> [n, b, heads[i], d] for each rank i
             work = self.exchange.to_heads(send, recv, counts)  # -> [s/r, b, my heads, d]
-            loaded.add(work, wait=not self.schedule.overlap)  # the next one is sent from there too
+            # Without overlap q, k and v are sent from one buffer, one after the other.
+            loaded.add(work, wait=not self.schedule.overlap)
             arrived[kind] = recv
         loaded.q = arrived["q"]
         if before is not None:
@@ -325,7 +332,7 @@ class _LoadedChunk:
             self.wait()
 
     def wait(self) -> "_LoadedChunk":
-        """Let compute wait for what is on its way."""
+        """Make the compute stream wait for the pending exchanges."""
         for work in self.works:
             work.wait()
         self.works.clear()

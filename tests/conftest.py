@@ -1,10 +1,16 @@
 """Options and marks shared by all tests."""
 
+import signal
+
 import pytest
 import torch
 from hypothesis import settings
 
 import megatron_untied  # noqa: F401 - before any test imports megatron.core
+
+# A shell that starts the tests in the background ignores these, and every process would inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A deadline for each example would fail tests on a machine that is busy with something else.
 settings.register_profile("no deadline", deadline=None)

@@ -70,7 +70,7 @@ def test_started_again_it_goes_on(iteration, starts, tmp_path):
     path = fake_program(tmp_path, "python", f'echo "$*" >> {log}')
     done = run("bash", SCRIPT, tmp_path / "tiny", "--seed", "7", PATH=path)
     assert done.returncode == 0, done.stderr
-    runs = [line for line in log.read_text().splitlines() if "torch.distributed.run" in line]
+    runs = [line for line in log.read_text().splitlines() if "tools/torchrun.py" in line]
     assert len(runs) == starts
     for line in runs:
         assert f"--load {tmp_path}/tiny/checkpoints" in line

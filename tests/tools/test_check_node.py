@@ -109,7 +109,9 @@ def test_settings_left_to_the_planner_are_planned(capsys, monkeypatch):
 
 def test_flags_that_cannot_be_are_one_message(capsys):
     assert check_node.main([*FLAGS, "--gpus-per-node", "6"]) == 2
-    assert capsys.readouterr().err.startswith("error: 6 ranks do not divide into tensor parallel")
+    assert capsys.readouterr().err.startswith(
+        "error: 6 ranks are not a multiple of tensor parallel"
+    )
 
 
 def test_this_machine_can_be_measured():

@@ -159,8 +159,6 @@ launch() {
     [[ "$DRY_RUN" == no ]] || exit 0
     # ... or if this one has less than the plan takes.
     python "$ROOT/tools/check_node.py" "${nodes[@]}" "${flags[@]}"
-    # Buffers of many sizes follow each other: let memory that was given back be mapped anywhere.
-    export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
     exec "${command[@]}"
 }
 

@@ -12,6 +12,9 @@ import megatron_untied  # noqa: F401 - before any test imports megatron.core
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# As in a run; NVIDIA's images begin with TF32.
+torch.set_float32_matmul_precision("highest")
+
 # A deadline for each example would fail tests on a machine that is busy with something else.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

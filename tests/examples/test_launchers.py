@@ -174,3 +174,24 @@ def test_the_plan_is_for_the_gpu_and_the_memory_that_the_variables_name(tmp_path
     assert "--gpu-memory-gib" not in usual
     told = run(*command, PATH=path, GPU="h200", GPU_MEMORY_GIB="140", HOST_MEMORY_GIB="900").stdout
     assert "--gpu h200 --gpu-memory-gib 140 --host-memory-gib 900" in told
+
+
+def test_a_torch_with_cuda_that_the_environment_would_not_use_is_named(tmp_path):
+    """In an image with a mounted checkout. No Python is there to make .venv with."""
+    (tmp_path / "tools").mkdir()
+    script = shutil.copy(ROOT / "tools/environment.sh", tmp_path / "tools")
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    for has_cuda in (True, False):
+        body = f'[[ "$*" == *torch.version.cuda* ]] && exit {int(not has_cuda)}; exit 1'
+        path = fake_program(tmp_path, "python", body)
+        done = run("bash", "-c", f"source {script}", folder=tmp_path, PATH=path, PYTHON="false")
+        assert ("has torch with CUDA" in done.stderr) == has_cuda
+        assert (f"pip install --no-deps -e {tmp_path}" in done.stderr) == has_cuda
+
+
+def test_the_allocator_is_set_before_torch_is_imported():
+    command = "import os, pretrain_gpt; print(os.environ['PYTORCH_ALLOC_CONF'])"
+    default = run(sys.executable, "-c", command).stdout.strip()
+    assert default == "expandable_segments:True,pinned_max_round_threshold_mb:1"
+    own = run(sys.executable, "-c", command, PYTORCH_ALLOC_CONF="max_split_size_mb:64")
+    assert own.stdout.strip() == "max_split_size_mb:64"

@@ -6,6 +6,7 @@ itself, one less than :class:`.Mask`.
 """
 
 import importlib
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,21 @@ from megatron_untied.context_parallel.kernels.split_calls import Call, Limits
 from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads
 
 _HALF = torch.bfloat16, torch.float16
+
+ALL_HEADS_IN_32_BITS = Limits(
+    dtypes=_HALF,
+    head_width_multiple=8,
+    max_head_width=256,
+    head_width_padding=64,
+    alignment_bytes=16,
+    joins_segments=True,
+    indexes_calls_in_32_bits=True,
+)
+"""Of kernels that address all heads of a call together in 32 bits, or may do so."""
+ONE_HEAD_IN_32_BITS = replace(
+    ALL_HEADS_IN_32_BITS, indexes_calls_in_32_bits=False, indexes_heads_in_32_bits=True
+)
+"""Of kernels whose heads have 64-bit addresses, with 32-bit offsets in a head."""
 
 
 class FlashAttention3(AttentionKernel):
@@ -40,15 +56,7 @@ class FlashAttention3(AttentionKernel):
     )
     # Addresses are 64-bit, but rows x width of a head in its fp32 dq is computed in 32 bits, and
     # so is the step from one sample to the next.
-    limits = Limits(
-        dtypes=_HALF,
-        head_width_multiple=8,
-        max_head_width=256,
-        head_width_padding=64,
-        alignment_bytes=16,
-        joins_segments=True,
-        indexes_heads_in_32_bits=True,
-    )
+    limits = ONE_HEAD_IN_32_BITS
 
     def __init__(self, operators: Any = None):
         """``operators`` has ``fwd`` and ``bwd``; by default those of ``flash_attn_interface``."""
@@ -83,22 +91,17 @@ class FlashAttention2(AttentionKernel):
     """
 
     name = "flash-attention-2"
-    platform = replace(AMPERE, module="flash_attn", package="flash-attn")
-    # Before 2.7.4.post1 the address in the fp32 dq of all heads is computed in 32 bits.
-    limits = Limits(
-        dtypes=_HALF,
-        head_width_multiple=8,
-        max_head_width=256,
-        head_width_padding=64,
-        alignment_bytes=16,
-        joins_segments=True,
-        indexes_calls_in_32_bits=True,
-    )
+    platform = replace(AMPERE, module="flash_attn.flash_attn_interface", package="flash-attn")
+    limits = ONE_HEAD_IN_32_BITS
 
     def __init__(self, module: Any = None):
         """``module``: by default ``flash_attn.flash_attn_interface``."""
         super().__init__()
         self.module = module or importlib.import_module("flash_attn.flash_attn_interface")
+        # Up to 2.7.4.post1 the row's offset in the fp32 dq of all heads is computed in 32 bits.
+        version = getattr(sys.modules.get("flash_attn"), "__version__", "2.8.0")
+        if module is None and tuple(map(int, version.split(".")[:2])) < (2, 8):
+            self.limits = ALL_HEADS_IN_32_BITS
 
     @override
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
@@ -138,12 +141,14 @@ class TorchFlash(AttentionKernel):
 
     name = "torch-flash"
     platform = AMPERE
-    limits = FlashAttention2.limits
+    # Which release of FlashAttention-2 torch 2.13 has built in was not read: the stricter limit.
+    limits = ALL_HEADS_IN_32_BITS
 
     def __init__(self, operators: Any = None):
         """``operators``: by default ``torch.ops.aten``."""
         super().__init__()
         self.operators = operators or torch.ops.aten
+        self._no_dropout: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @override
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
@@ -158,10 +163,20 @@ class TorchFlash(AttentionKernel):
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
         reads = _flat_reads(d_out, x, y, call)
         lengths, window = self._lengths(x.q, x.k, call), _window(call)
-        # The operator requires a random state and an unused tensor, though dropout is 0.
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=x.q.device), x.q.new_empty(0)
+        # The operator requires a random state and an unused tensor, though dropout is 0 and neither
+        # is read. One of each serves all calls: a new state is a memset on the stream.
+        device = x.q.device
+        if device not in self._no_dropout:
+            state = torch.zeros(2, dtype=torch.uint64, device=device)
+            self._no_dropout[device] = state, state.new_empty(0)
         gradients = self.operators._flash_attention_backward(
-            *reads, *lengths, 0.0, call.causal, *no_dropout, scale=call.scale, **window
+            *reads,
+            *lengths,
+            0.0,
+            call.causal,
+            *self._no_dropout[device],
+            scale=call.scale,
+            **window,
         )
         for result, gradient in zip(into, gradients, strict=True):
             _flat(result, call).copy_(gradient)  # dq may be the memory of dO

@@ -1,6 +1,6 @@
 """The contract of all attention kernels."""
 
-import importlib.util
+import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,6 +25,7 @@ class Platform:
     majors: range | None = None
     """Major compute capabilities of the GPUs that it runs on."""
     module: str | None = None
+    """What it calls; that must import, as packages of one name have different modules."""
     package: str = ""
     """What provides ``module``, in an error message."""
 
@@ -52,7 +53,10 @@ class AttentionKernel(ABC):
 
     name: ClassVar[str]
     platform: ClassVar[Platform] = Platform()
-    limits: ClassVar[Limits]
+    limits: Limits
+    """Of a class those of the versions that it is tested with; of a kernel those of its package."""
+    passed_over: tuple[str, ...] = ()
+    """Kernels that were preferred when this one was chosen, each with the reason against it."""
 
     def __init__(self) -> None:
         self.counter = KernelCounter()
@@ -65,8 +69,14 @@ class AttentionKernel(ABC):
             return needs.name
         if needs.majors and torch.cuda.get_device_capability(device)[0] not in needs.majors:
             return needs.name
-        if needs.module is not None and importlib.util.find_spec(needs.module) is None:
-            return f"the package {needs.package} (no module named {needs.module})"
+        if needs.module is None:
+            return None
+        try:
+            importlib.import_module(needs.module)
+        # A package that was built for another torch or CUDA is found and fails while it loads, with
+        # whatever its loader raises. The caller reports the reason.
+        except Exception as error:
+            return f"the package {needs.package} ({str(error).partition(chr(10))[0]})"
         return None
 
     def forward(self, x: Qkv, *, out: Tensor, mask: Mask) -> Tensor:

@@ -22,7 +22,10 @@ class MatrixProducts(AttentionKernel):
     """
 
     name = "matrix-products"
-    limits = Limits(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16))
+    limits = Limits(
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        materializes_scores=True,
+    )
 
     def __init__(self, block_size: int = 128):
         super().__init__()

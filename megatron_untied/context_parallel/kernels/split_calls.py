@@ -1,6 +1,6 @@
 """Splits attention into calls within a kernel's limits: integers only."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,11 +38,20 @@ class Limits:
     """The rows and padded width of one head must stay below :data:`INDEX_LIMIT` elements."""
     indexes_calls_in_32_bits: bool = False
     """All heads of a call together must."""
+    materializes_scores: bool = False
+    """Memory and time grow so fast with length that it does not stand in for a kernel that a long
+    sequence is beyond."""
 
     def problems(
-        self, *, dtype: torch.dtype, head_width: int, window: int | None, documents: bool
+        self,
+        *,
+        dtype: torch.dtype,
+        head_width: int,
+        window: int | None = None,
+        documents: bool = False,
+        shapes: Iterable["Shape"] = (),
     ) -> Iterator[str]:
-        """Why the kernel does not fit a model."""
+        """Why the kernel does not fit a model; ``shapes`` are those of its attention calls."""
         if dtype not in self.dtypes:
             names = " and ".join(str(x).removeprefix("torch.") for x in self.dtypes)
             yield f"computes in {names}, not {str(dtype).removeprefix('torch.')}"
@@ -56,6 +65,27 @@ class Limits:
             yield "has no sliding window"
         if documents and not self.documents:
             yield "has no documents"
+        refusals = (self.index_problem(shape, shape.num_rows + _ROW_PADDING) for shape in shapes)
+        if refusal := next(filter(None, refusals), None):
+            yield f"cannot index {refusal}"
+
+    def index_problem(self, shape: "Shape", rows: int) -> str | None:
+        """Why no split of heads makes ``rows`` of ``shape``, padding included, small enough."""
+        heads = shape.h // shape.g if self.indexes_calls_in_32_bits else 1
+        if not self.indexes_heads_in_32_bits and not self.indexes_calls_in_32_bits:
+            return None
+        elements = heads * self.head_elements(shape, rows)
+        if elements < INDEX_LIMIT:
+            return None
+        fewer = "fewer --cp-heads-per-chunk or " if heads > 1 else ""
+        return (
+            f"{rows} rows x {shape.d} channels x {heads} heads are {elements} elements, and the "
+            f"kernel's limit is {INDEX_LIMIT}; give {fewer}more ring ranks."
+        )
+
+    def head_elements(self, shape: "Shape", rows: int) -> int:
+        """Elements of one head as the kernel indexes it: its width is padded."""
+        return rows * (-(-shape.d // self.head_width_padding) * self.head_width_padding)
 
     def check_layout(self, **tensors: Tensor) -> None:
         """Raise ValueError for a tensor whose strides or offset the kernel cannot address."""
@@ -82,6 +112,11 @@ class Shape:
     h: int
     g: int
     d: int
+
+    @property
+    def num_rows(self) -> int:
+        """Of the longer side."""
+        return max(self.num_queries, self.num_keys)
 
     @classmethod
     def of(cls, x: Qkv) -> "Shape":
@@ -131,14 +166,28 @@ def split_calls(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
     Raises:
         ValueError: if a single head, or the heads of one key-value head, are too large for a call.
     """
+    # Samples, rows of q, rows of k, and the segments in them if they are several.
+    parts: list[tuple[range, slice, slice, Run | None]] = []
+    if mask.segments is None:
+        rows = slice(0, shape.num_queries), slice(0, shape.num_keys)
+        parts = [(range(shape.b), *rows, None)]
+    else:
+        assert len(mask.segments) == shape.b, (len(mask.segments), shape.b)
+        for sample, segments in enumerate(mask.segments):
+            ends = segments.queries[-1], segments.keys[-1]
+            assert ends == (shape.num_queries, shape.num_keys), (ends, shape)
+            for run in segments.runs if limits.joins_segments else segments.singles:
+                several = run if run.num_segments > 1 else None
+                rows = slice(run.queries[0], run.queries[-1]), slice(run.keys[0], run.keys[-1])
+                parts.append((range(sample, sample + 1), *rows, several))
+    share = shape.h // shape.g
     calls = []
-    for samples, queries, keys, run in _rows(shape, mask, limits):
+    for samples, queries, keys, run in parts:
         num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
         # Kernels disagree on where the diagonal of a causal mask is, unless it is square.
         assert run is not None or not mask.causal or num_queries == num_keys, (queries, keys)
         rows = max(num_queries, num_keys) + _ROW_PADDING * (run.num_segments if run else 1)
         for call_samples, kv_heads in _batches(shape, samples, rows, limits):
-            share = shape.h // shape.g
             calls.append(
                 Call(
                     samples=call_samples,
@@ -155,45 +204,23 @@ def split_calls(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
     return calls
 
 
-def _rows(
-    shape: Shape, mask: Mask, limits: Limits
-) -> Iterator[tuple[slice, slice, slice, Run | None]]:
-    """Samples, rows of q, rows of k, and the segments in them if they are several."""
-    if mask.segments is None:
-        yield slice(0, shape.b), slice(0, shape.num_queries), slice(0, shape.num_keys), None
-        return
-    assert len(mask.segments) == shape.b, (len(mask.segments), shape.b)
-    for sample, segments in enumerate(mask.segments):
-        assert (segments.queries[-1], segments.keys[-1]) == (shape.num_queries, shape.num_keys)
-        for run in segments.runs if limits.joins_segments else segments.singles:
-            several = run if run.num_segments > 1 else None
-            queries = slice(run.queries[0], run.queries[-1])
-            keys = slice(run.keys[0], run.keys[-1])
-            yield slice(sample, sample + 1), queries, keys, several
-
-
 def _batches(
-    shape: Shape, samples: slice, rows: int, limits: Limits
+    shape: Shape, samples: range, rows: int, limits: Limits
 ) -> Iterator[tuple[slice, slice]]:
     """Samples and key-value heads of each call: all at once, or as many as indices allow."""
-    padding = limits.head_width_padding
-    head = rows * (-(-shape.d // padding) * padding)  # elements of one head, as kernels index it
-    num_samples = samples.stop - samples.start
+    head = limits.head_elements(shape, rows)
     wide = limits.indexes_heads_in_32_bits or limits.indexes_calls_in_32_bits
-    if not wide or num_samples * shape.h * head < INDEX_LIMIT:
-        yield samples, slice(0, shape.g)
+    if not wide or len(samples) * shape.h * head < INDEX_LIMIT:
+        yield slice(samples.start, samples.stop), slice(0, shape.g)
         return
-    share = shape.h // shape.g
-    heads_at_once = share if limits.indexes_calls_in_32_bits else 1
-    if heads_at_once * head >= INDEX_LIMIT:
-        fewer = "fewer --cp-heads-per-chunk or " if heads_at_once > 1 else ""
-        raise ValueError(
-            f"{rows} rows x {shape.d} channels x {heads_at_once} heads are {heads_at_once * head} "
-            f"elements, and the kernel's limit is {INDEX_LIMIT}; give {fewer}more ring ranks."
-        )
-    # Key-value heads per call: as many as stay below the limit, or all where only heads count.
-    step = (INDEX_LIMIT - 1) // (share * head) if limits.indexes_calls_in_32_bits else shape.g
-    for sample in range(samples.start, samples.stop):
+    if problem := limits.index_problem(shape, rows):
+        raise ValueError(problem)
+    # Key-value heads per call: as many as stay below the limit, or all where only heads count. The
+    # query heads of one key-value head stay together: the kernel sums their dK and dV.
+    share, step = shape.h // shape.g, shape.g
+    if limits.indexes_calls_in_32_bits:
+        step = (INDEX_LIMIT - 1) // (share * head)
+    for sample in samples:
         for first in range(0, shape.g, step):
             yield slice(sample, sample + 1), slice(first, min(first + step, shape.g))
 

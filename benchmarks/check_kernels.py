@@ -21,10 +21,11 @@ from megatron_untied.context_parallel.kernels import (
     Qkv,
     QkvGrads,
     Segments,
-    TracedFlashAttention3,
+    TracedKernel,
 )
 from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
 from megatron_untied.context_parallel.kernels.registry import KERNELS
+from megatron_untied.context_parallel.kernels.traced import SCRATCH
 from megatron_untied.platform import device
 
 HEAD_WIDTH, WINDOW, TAIL = 128, 1024, 2048
@@ -123,10 +124,11 @@ def main() -> None:
                 check_far_rows(kernel_class(), args.long, dtype)
             s = min(args.tokens, 4096) if kernel_class is MatrixProducts else args.tokens
             scratch, rate = measure(kernel_class(), s, dtype)
-            print(f"    {s} tokens: {scratch:,.0f} MiB of scratch, {rate:.2f} TFLOP/s")
-    if dtype in TracedFlashAttention3.limits.dtypes:
-        scratch, _ = measure(TracedFlashAttention3(), args.tokens, dtype)
-        print(f"{TracedFlashAttention3.name}: {scratch:,.0f} MiB of scratch is counted for it")
+            counted = ""
+            if kernel_class in SCRATCH:
+                traced, _ = measure(TracedKernel(kernel_class), s, dtype)
+                counted = f" ({traced:,.0f} in plans)"
+            print(f"    {s} tokens: {scratch:,.0f} MiB of scratch{counted}, {rate:.2f} TFLOP/s")
 
 
 if __name__ == "__main__":

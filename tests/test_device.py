@@ -3,7 +3,7 @@ import torch
 
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.platform import device
-from tests.tracing.traced import MODEL
+from tests.support.traces import MODEL
 
 
 def test_fp32_products_are_fp32():

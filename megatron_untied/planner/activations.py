@@ -18,7 +18,7 @@ from megatron_untied.context_parallel.buffer_plan import (
     head_chunks_buffer,
     ring_buffers,
 )
-from megatron_untied.context_parallel.kernels import TracedFlashAttention3
+from megatron_untied.context_parallel.kernels import TracedKernel
 from megatron_untied.context_parallel.kernels.split_calls import Shape
 from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.geometry import Bytes, Geometry
@@ -82,18 +82,20 @@ def bytes_by_category(buffers: Iterable[Buffer]) -> Bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelBytes:
-    """What the backward of one layer's attention allocates beside the workspace."""
+    """What one layer's attention allocates beside the workspace."""
 
+    forward: int
+    """The most that one kernel call of a forward allocates, without the log-sum-exp."""
     peak: int
-    """The most that one kernel call allocates, with dK and dV that are home by then."""
+    """The most that one of a backward does, with dK and dV that are home by then."""
     kv_grads: int
     """dK and dV of this rank's own tokens, all of them."""
     kv_grads_while_loading: int
     """The part of them that is there when the last chunk is loaded."""
 
     @classmethod
-    def of(cls, sizes: Sizes) -> "KernelBytes":
-        """Of one rank, by the formulas of FlashAttention-3.
+    def of(cls, sizes: Sizes, kernel: TracedKernel) -> "KernelBytes":
+        """Of one rank.
 
         Raises:
             ValueError: a sequence that the kernel cannot index.
@@ -101,12 +103,12 @@ class KernelBytes:
         home_dtype = BackwardBuffers.plan(sizes).kv_grads.home_dtype
         num_columns = 2 * sizes.schedule.num_kv_heads
         all_home = sizes.sequence_sharded("home", num_columns, home_dtype).num_bytes
-        kernel = TracedFlashAttention3()
         rows = sizes.num_ulysses * sizes.n
-        peak, home, while_loading = 0, 0, 0
+        most_forward, peak, home, while_loading = 0, 0, 0, 0
         for chunk in sizes.schedule.chunks:
             while_loading = home
-            for call in chunk[sizes.rank].kernel_calls:
+            mine = chunk[sizes.rank]
+            for call in mine.kernel_calls:
                 shape = Shape(
                     num_queries=rows,
                     num_keys=rows,
@@ -115,11 +117,16 @@ class KernelBytes:
                     g=len(call.kv_heads),
                     d=sizes.d,
                 )
-                peak = max(peak, kernel.backward_bytes(shape) + home)
+                forward, backward = kernel.most_bytes(
+                    shape, sizes.dtype.itemsize, num_heads=len(mine.query_heads)
+                )
+                most_forward, peak = max(most_forward, forward), max(peak, backward + home)
             # One tensor takes the gradients of all heads: the first that arrives allocates it.
             if any(assignment.kv_finished for assignment in chunk):
                 home = all_home
-        return cls(peak=peak, kv_grads=home, kv_grads_while_loading=while_loading)
+        return cls(
+            forward=most_forward, peak=peak, kv_grads=home, kv_grads_while_loading=while_loading
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +148,7 @@ class StreamedActivations:
             geometry=geometry,
             policy=plan.policy,
             held={(phase, layer): held for phase, layer, held in plan.workspace()},
-            kernel=KernelBytes.of(plan.sizes.attention),
+            kernel=KernelBytes.of(plan.sizes.attention, geometry.kernel),
         )
 
     def workspace(self, phase: Phase, layer: int) -> Bytes:

@@ -168,6 +168,7 @@ class StreamedStep(Step):
         super().__init__(geometry, rank, every_layer)
         self.activations = StreamedActivations.of(geometry, rank)
         self.tiles = Tiles.of(geometry)
+        self.in_kernel = Bytes({MemoryCategory.KERNEL: self.activations.kernel.forward})
         # Parked, the residual is on the host while attention runs.
         is_parked = self.activations.policy.park
         self.residual_in_attention = Bytes() if is_parked else self.residual
@@ -179,11 +180,14 @@ class StreamedStep(Step):
         alive += kept.kept_forward(layer)
         lse = Bytes({MemoryCategory.KEPT: self.geometry.lse_bytes})
 
-        attention = alive + self.residual_in_attention + self.tiles.projection
+        attention = alive + self.residual_in_attention
         attention += kept.workspace(Phase.ATTENTION_FORWARD, layer)
         # Log-sum-exps that stay on the device are already counted with what is kept.
         is_counted = policy.selective and not policy.layers[layer].lse_on_host
-        yield Phase.ATTENTION_FORWARD, attention + (Bytes() if is_counted else lse)
+        attention += Bytes() if is_counted else lse
+        yield Phase.ATTENTION_FORWARD, attention + self.tiles.projection
+        # A chunk is projected before the kernel of the one before it is called, never during it.
+        yield Phase.ATTENTION_FORWARD, attention + self.in_kernel
 
         mlp = alive + self.residual + self.tiles.mlp_forward
         mlp += kept.workspace(Phase.MLP_FORWARD, layer)
@@ -235,6 +239,7 @@ class StreamedStep(Step):
         if not policy.selective:
             attention = alive + workspace(Phase.RECOMPUTE_ATTENTION, layer)
             yield Phase.RECOMPUTE_ATTENTION, attention + self.tiles.projection
+            yield Phase.RECOMPUTE_ATTENTION, attention + self.in_kernel
         members = layer - policy.layers[layer].group[0] + 1
         if members == 1:
             return
@@ -267,7 +272,7 @@ class PlainStep(Step):
     def attention(self) -> dict[Phase, Bytes]:
         """The workspace in attention, forward and backward."""
         buffers = plain_buffers(self.geometry, self.rank)
-        kernel = KernelBytes.of(attention_sizes(self.geometry, self.rank))
+        kernel = KernelBytes.of(attention_sizes(self.geometry, self.rank), self.geometry.kernel)
         # dO before it is in slots, and dK and dV beside the kernel's own peak.
         beside = Bytes(
             {
@@ -275,9 +280,10 @@ class PlainStep(Step):
                 MemoryCategory.SLOTS: self.geometry.output_bytes,
             }
         )
+        forward = Bytes({MemoryCategory.KERNEL: kernel.forward})
         return {
             phase: bytes_by_category(used)
-            + (beside if phase is Phase.ATTENTION_BACKWARD else Bytes())
+            + (beside if phase is Phase.ATTENTION_BACKWARD else forward)
             for phase, used in buffers.items()
         }
 

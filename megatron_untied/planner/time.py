@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron_untied.flops import attention_flops
 from megatron_untied.planner.geometry import Geometry
+from megatron_untied.planner.kernels import attention_units
 from megatron_untied.planner.machine import Machine
 from megatron_untied.planner.weights import ShardedWeights
 
@@ -71,9 +72,8 @@ def _compute_seconds(geo: Geometry, machine: Machine) -> tuple[float, float, flo
     # The rank with the most heads has more than an even share, and the others wait for it.
     imbalance = -(-geo.h // geo.num_ulysses) * geo.num_ulysses / geo.h
     flops *= geo.b / (geo.num_tensor * geo.num_context) * imbalance
-    # In units of a forward: 2 products forward, 5 backward.
     forwards = 2 if attends_twice else 1
-    units = forwards / gpu.attention_forward_fraction + 2.5 / gpu.attention_backward_fraction
+    units = attention_units(gpu.attention_fractions[geo.kernel.kind.name], forwards)
     attention = flops * units / peak
 
     qkv = geo.m * (geo.h + 2 * geo.g) * geo.d

@@ -109,6 +109,7 @@ def load_and_describe(run: Run) -> Progress:
         report.say(describe_loading(config.checkpoint, run.start))
     if run.plan is not None:
         report.say(describe(run.plan))
+    report.say(run.kernel_line)
     report.say(f"{run.train_state.describe()} | {progress.iteration} iterations done")
     # A recipe can write about 1 TB of checkpoints: warn before the first step, not after days.
     shortfall = Disk.of(config, run.launch.world_size, progress.iteration).shortfall()

@@ -11,8 +11,10 @@ from megatron_untied.checkpoint.collective_errors import Gather, same_on_all_ran
 from megatron_untied.config.run import RunConfig
 from megatron_untied.data.datasets import Datasets
 from megatron_untied.data.sample_order import describe_samples
+from megatron_untied.model import attention_kernel
 from megatron_untied.phases import Phase
-from megatron_untied.planner.machine import this_machine
+from megatron_untied.planner.kernels import describe_kernel
+from megatron_untied.planner.machine import this_gpu, this_machine
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.search import choose, is_automatic
 from megatron_untied.platform import device
@@ -46,6 +48,8 @@ class Run:
     """The checkpoint to load, and the identity of the run."""
     plan: Plan | None
     """The plan that chose the automatic settings, if there were any."""
+    kernel_line: str
+    """The attention kernel, and what a better one would bring on this GPU."""
     datasets: Datasets
     train_state: TrainState
     report: Reporter
@@ -82,6 +86,9 @@ def set_up(
         groups = initialize(config, launch, store)
         plan = choose(config, this_machine(groups)) if is_automatic(config) else None
         config = plan.config if plan is not None else config
+        # The model makes its own; here a sequence that no kernel can index ends the run before
+        # datasets and weights are made.
+        kernel = attention_kernel(config)
         with heartbeat_of_setup(Phase.DATASETS, config, launch, store):
             datasets = datasets_provider(config, start.progress)
         progress = StepProgress(device.record_event)
@@ -100,6 +107,7 @@ def set_up(
         groups=groups,
         start=start,
         plan=plan,
+        kernel_line=describe_kernel(kernel, this_gpu() if device.gpu_properties() else None),
         datasets=datasets,
         train_state=train_state,
         report=report,

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.activations import memory_plan
-from megatron_untied.planner.geometry import Geometry
+from megatron_untied.planner.machine import read_gpus
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.weights import ShardedWeights
 from megatron_untied.streaming.memory_plan import MemoryPlan
@@ -40,6 +40,15 @@ FAST = {
     "distributed optimizer": COMMON
     + "--use-distributed-optimizer --recompute-granularity selective --cp-heads-per-chunk 16",
 }
+BY_KERNEL = {
+    f"{kernel}, {name}": f"{flags} --seq-length 65536 --num-layers 2 --attention-backend {kernel}"
+    for kernel in ("flash-attention-4", "flash-attention-2", "torch-flash", "fused")
+    for name, flags in {
+        "shared heads": SELECTIVE + "--cp-heads-per-chunk all --park-during-attention",
+        "plain": SHARDED + "--cp-heads-per-chunk 16 --loss-chunk-size 256",
+    }.items()
+}
+"""Settings whose peak is in attention, where kernels differ."""
 SLOW = {
     "full, one exchange": FULL + "--cp-heads-per-chunk all",
     "selective on the host": ON_HOST,
@@ -117,9 +126,11 @@ def ranks_of(flags: str) -> int:
 def check(flags: str, traced: Counted) -> None:
     size = ranks_of(flags)
     config = run_config(flags, world_size=size)
-    plan = Plan(config, machine(gpus_per_node=size))
+    # The GPU does not matter to bytes, except that it must have the kernel.
+    gpu = read_gpus()["b200" if "flash-attention-4" in flags else "h100-80"]
+    plan = Plan(config, machine(gpus_per_node=size, gpu=gpu))
     assert plan.peak.num_bytes == pytest.approx(traced.peak, rel=0.01)
-    geometry = Geometry.of(config, size)
+    geometry = plan.geometry
     host = ShardedWeights.of(geometry).on_host().total()
     if config.memory.recompute_granularity is not None:
         streamed = memory_plan(geometry, rank=0)
@@ -148,6 +159,16 @@ def traces():
 @pytest.mark.parametrize("name", FAST)
 def test_peak_and_host_bytes_are_those_of_the_traced_step(traces, name):
     check(FAST[name], traces[name])
+
+
+@pytest.fixture(scope="module")
+def traces_by_kernel():
+    return trace_cases(BY_KERNEL)
+
+
+@pytest.mark.parametrize("name", BY_KERNEL)
+def test_peak_bytes_are_those_of_the_traced_step_whatever_the_kernel(traces_by_kernel, name):
+    check(BY_KERNEL[name], traces_by_kernel[name])
 
 
 @pytest.fixture(scope="module")

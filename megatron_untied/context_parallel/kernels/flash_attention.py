@@ -1,8 +1,8 @@
-"""FlashAttention on CUDA: version 3, version 2, and PyTorch's own build of version 2.
+"""FlashAttention on CUDA: versions 4, 3 and 2, and PyTorch's own build of version 2.
 
-All three take a batch [b, s, heads, d], or the segments of one sample [tokens, heads, d] with
-cumulative lengths; the log-sum-exp is then [h, tokens]. All three count a window without the query
-itself, one less than :class:`.Mask`.
+All of them take a batch [b, s, heads, d], or the segments of one sample [tokens, heads, d] with
+cumulative lengths; the log-sum-exp is then [h, tokens]. All of them count a window without the
+query itself, one less than :class:`.Mask`.
 """
 
 import importlib
@@ -38,6 +38,55 @@ ONE_HEAD_IN_32_BITS = replace(
     ALL_HEADS_IN_32_BITS, indexes_calls_in_32_bits=False, indexes_heads_in_32_bits=True
 )
 """Of kernels whose heads have 64-bit addresses, with 32-bit offsets in a head."""
+
+
+class FlashAttention4(AttentionKernel):
+    """FlashAttention-4 for Blackwell's data center GPUs.
+
+    Called with the arguments that torch's own registration of it uses, which are the part of its
+    interface that is relied on elsewhere; so its backward allocates the gradients: one copy.
+    """
+
+    name = "flash-attention-4"
+    platform = Platform(
+        device_type="cuda",
+        name="a Blackwell data center GPU",
+        majors=range(10, 12),
+        module="flash_attn.cute.interface",
+        package="flash-attn-4",
+    )
+    # How CuTe indexes tensors of more than 2^31 elements was not read: the stricter limit.
+    limits = replace(ALL_HEADS_IN_32_BITS, max_head_width=128)
+
+    def __init__(self, module: Any = None):
+        """``module``: by default ``flash_attn.cute.interface``."""
+        super().__init__()
+        self.module = module or importlib.import_module("flash_attn.cute.interface")
+
+    @override
+    def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
+        q, k, v, out = (_flat(y, call) for y in (*x, out))
+        options = self._options(call) | _segments(call, q.device)
+        # By default it may split the keys and allocate an fp32 output for each part.
+        options |= {"return_lse": True, "num_splits": 1, "out": out}
+        _, lse = self.module._flash_attn_fwd(q, k, v, **options)
+        return lse.view(-1, x.q.shape[2], len(x.q))  # [h, tokens] -> [1, h, s_q]
+
+    @override
+    def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
+        d_out, q, k, v, out, lse = _flat_reads(d_out, x, y, call)
+        options = self._options(call) | {"deterministic": False}
+        lengths = _segments(call, q.device)
+        options |= {name: lengths[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        gradients = self.module._flash_attn_bwd(q, k, v, out, d_out, lse, **options)
+        for result, gradient in zip(into, gradients, strict=True):
+            _flat(result, call).copy_(gradient)  # dq may be the memory of dO
+
+    @staticmethod
+    def _options(call: Call) -> dict[str, Any]:
+        # Here None is all keys, not -1.
+        window = {side: None if size < 0 else size for side, size in _window(call).items()}
+        return window | {"causal": call.causal, "softmax_scale": call.scale}
 
 
 class FlashAttention3(AttentionKernel):
@@ -194,7 +243,7 @@ def _flat(x: Tensor, call: Call) -> Tensor:
 
 
 def _flat_reads(d_out: Tensor, x: Qkv, y: Attended, call: Call) -> list[Tensor]:
-    """dO, q, k, v, out and the log-sum-exp, in the order that all three backwards take them."""
+    """dO, q, k, v, out and the log-sum-exp, in the order that backwards take them."""
     lse = y.lse if call.run is None else y.lse.squeeze(0)  # [b, h, s] or [h, tokens]
     return [*(_flat(z, call) for z in (d_out, *x, y.out)), lse]
 

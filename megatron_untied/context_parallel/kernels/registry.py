@@ -10,6 +10,7 @@ from megatron_untied.context_parallel.kernels.cudnn import Cudnn
 from megatron_untied.context_parallel.kernels.flash_attention import (
     FlashAttention2,
     FlashAttention3,
+    FlashAttention4,
     TorchFlash,
 )
 from megatron_untied.context_parallel.kernels.kernel import AttentionKernel
@@ -17,14 +18,14 @@ from megatron_untied.context_parallel.kernels.matrix_products import MatrixProdu
 from megatron_untied.context_parallel.kernels.split_calls import Shape
 
 # None materializes scores; the fastest first.
-_FLASH = FlashAttention3, FlashAttention2, TorchFlash, CpuFlash
+_FLASH = FlashAttention4, FlashAttention3, FlashAttention2, TorchFlash, CpuFlash
 
 KERNELS: dict[str, tuple[type[AttentionKernel], ...]] = {
     "auto": (*_FLASH, MatrixProducts),
     "flash": _FLASH,
     "fused": (Cudnn,),
     "local": (MatrixProducts,),
-    **{kernel.name: (kernel,) for kernel in (*_FLASH[:3], Cudnn)},
+    **{kernel.name: (kernel,) for kernel in (*_FLASH[:4], Cudnn)},
 }
 """By backend, in order of preference."""
 

@@ -18,6 +18,7 @@ from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
 from megatron_untied.training.exits import EarlyExit
 from megatron_untied.training.initialize import Launch, errors_in_one_line
+from megatron_untied.training.profiling import StepProfiler
 from megatron_untied.training.setup import DatasetsProvider, Run, set_up
 from megatron_untied.training.step import (
     Batch,
@@ -59,7 +60,8 @@ def pretrain(
         global_batches, config=config, groups=run.groups, get_batch=get_batch
     )
     evaluate_after = functools.partial(evaluate_run, run, batches_of, forward_step)
-    with report, run.signals, run.heartbeat:
+    profiler = StepProfiler(config, launch.rank, train_state.progress, say=report.say)
+    with report, run.signals, run.heartbeat, profiler:
         progress = load_and_describe(run)
         if config.loop.skip_train:
             evaluate_after(progress.iteration)
@@ -74,12 +76,16 @@ def pretrain(
             if exit_reason:
                 break
             train_state.progress.begin(f"iteration {iteration}", step_units)
-            began = time.perf_counter()
-            result = train_step(
-                train_state, next(train_batches), num_samples=num_samples, forward_step=forward_step
-            )
-            device.synchronize()  # for the time of the step; the loss was read back anyway
-            seconds = time.perf_counter() - began
+            with profiler.step(iteration):
+                began = time.perf_counter()
+                result = train_step(
+                    train_state,
+                    next(train_batches),
+                    num_samples=num_samples,
+                    forward_step=forward_step,
+                )
+                device.synchronize()  # for the time of the step; the loss was read back anyway
+                seconds = time.perf_counter() - began
             if config.loop.check_for_nan:
                 with errors_in_one_line():  # before saving: weights that are nan are never saved
                     require_finite(result, iteration)

@@ -9,9 +9,9 @@ import torch
 
 from megatron_untied.phases import Phase
 from megatron_untied.step_progress import StepProgress
-from tests.distributed import run_on_ranks
-from tests.training.command_line import tiny_config
-from tests.training.tiny_run import train
+from tests.support.command_line import tiny_config
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import train
 
 RUN = {
     "context_parallel_size": 2,

@@ -1,7 +1,7 @@
 """A layer's tensors that may be in host memory and pass through the device in parts.
 
-The layer's input is read tile by tile (:class:`Rows`), head-major tensors chunk by chunk
-(:class:`HostHeadMajor`), and sums of key and value gradients head by head (:class:`HostKvSums`).
+The layer's input is read tile by tile (:class:`Rows`), attention outputs chunk by chunk
+(:class:`HostHeadChunks`), and sums of key and value gradients head by head (:class:`HostKvSums`).
 """
 
 import itertools
@@ -19,7 +19,7 @@ from megatron_untied.context_parallel.buffer_plan import (
     row_tiles,
     sum_rows,
 )
-from megatron_untied.context_parallel.exchange import DeviceHeadMajor, HeadMajor, HeadMajorLayout
+from megatron_untied.context_parallel.exchange import DeviceHeadChunks, HeadChunkLayout, HeadChunks
 from megatron_untied.context_parallel.kv_gradients import KvPair, KvSums
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.copy_engine import Copy
@@ -85,8 +85,8 @@ class HostRows(Rows):
         self.host_slot.release()
 
 
-class HostHeadMajor(HeadMajor):
-    """Head-major slots on the host, which pass through the device one chunk at a time.
+class HostHeadChunks(HeadChunks):
+    """Chunks of heads on the host, which pass through the device one chunk at a time.
 
     Copies are waited for by compute alone, as late as their device buffer's reuse allows.
     """
@@ -94,7 +94,7 @@ class HostHeadMajor(HeadMajor):
     def __init__(
         self,
         staging: Staging,
-        layout: HeadMajorLayout,
+        layout: HeadChunkLayout,
         arena: HostArena,
         workspace: Workspace,
         device: torch.device,
@@ -164,19 +164,19 @@ class HostHeadMajor(HeadMajor):
     def _buffer(self, buffers: PerChunk, j: int) -> Tensor:
         return self.workspace.take(buffers[j], self.device)[: self.layout.slot_numels[j]]
 
-    def _staged(self, rows: slice) -> tuple[DeviceHeadMajor, list[tuple[HostSlot, Tensor]]]:
+    def _staged(self, rows: slice) -> tuple[DeviceHeadChunks, list[tuple[HostSlot, Tensor]]]:
         """Device memory for ``rows`` of all chunks, and its parts with their slots."""
         own = self.layout
         # A layout of its own: all chunks of a few tokens, as small as a tile of the residual.
-        layout = HeadMajorLayout(own.schedule, rows.stop - rows.start, own.b, own.d)
+        layout = HeadChunkLayout(own.schedule, rows.stop - rows.start, own.b, own.d)
         storage = self.workspace.take(self.staging.tile, self.device)[: layout.numel]
-        staged, pairs = DeviceHeadMajor(storage, layout), []
+        staged, pairs = DeviceHeadChunks(storage, layout), []
         for j in range(self._num_chunks):
             pairs += self._pairs(j, staged.send_buffer(j), layout)
         return staged, pairs
 
     def _pairs(
-        self, j: int, flat: Tensor, layout: HeadMajorLayout
+        self, j: int, flat: Tensor, layout: HeadChunkLayout
     ) -> list[tuple[HostSlot, Tensor]]:
         """The slots of chunk j, each with its part of ``flat``, which is chunk j of ``layout``."""
         shapes = layout.even_blocks(j)  # [ranks, n, b, heads per rank, d] each

@@ -34,7 +34,7 @@ def late_arena() -> HostArena:
 ARENAS = pytest.mark.parametrize("make_arena", [cpu_arena, late_arena])
 
 
-# A training step as the stash will run it.
+# A training step as the streamed layers run it.
 
 
 def forward_and_backward(arena: HostArena, num_layers: int, step: int) -> None:
@@ -207,7 +207,7 @@ def test_more_than_two_to_the_31_elements():
 
 
 @ARENAS
-def test_tiles_of_a_head_major_tensor(make_arena):
+def test_tiles_of_a_tensor_stored_by_chunks_of_heads(make_arena):
     attention_output = torch.randn(4, 2, 7, 1, 3)  # [chunk, p, n, b, d]
     slot = make_arena().reserve(attention_output.shape, torch.float32)
     for chunk in range(4):

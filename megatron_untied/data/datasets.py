@@ -89,7 +89,7 @@ def build_datasets(
         create_attention_mask=False,
     )
     for index, samples in enumerate(num_samples):
-        if not samples:  # megatron-core loops forever over a split without documents
+        if not samples:  # megatron-core would not return from a split without documents
             config.split_matrix[index] = None
     for pair in files:  # on every rank alike: no collective needed
         _check_splits(pair, config, num_samples)
@@ -136,8 +136,10 @@ def _open_files(
     prefixes: Sequence[str], data: DataConfig, tokenizer: MegatronTokenizerBase
 ) -> list[IndexedFiles]:
     """Open the token files, checked against the tokenizer and the flags."""
-    opened = [open_indexed_files(prefix, vocab_size=tokenizer.vocab_size) for prefix in prefixes]
-    for files in opened:
+    opened = []
+    for prefix in prefixes:
+        files = open_indexed_files(prefix, vocab_size=tokenizer.vocab_size)
+        opened.append(files)
         if data.eod_mask_loss:
             require_token(files, tokenizer.eod, "--eod-mask-loss")
         if data.document_boundaries == "eod":
@@ -149,8 +151,8 @@ def _open_files(
                 log_single_rank(
                     logger,
                     logging.WARNING,
-                    f"--data-path {files.prefix} has end-of-document tokens inside documents, the "
-                    f"first at place {place} of the .bin: these end no document; give "
+                    f"--data-path {prefix} has end-of-document tokens inside documents, the first "
+                    f"at place {place} of the .bin: these end no document; give "
                     "--document-boundaries eod if they should",
                 )
     check_provenance(opened, tokenizer)

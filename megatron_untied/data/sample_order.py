@@ -69,7 +69,7 @@ def sample_indices(
         generator = np.random.RandomState([seed, epoch] if epoch else seed)
         document_index[epoch] = documents
         generator.shuffle(document_index[epoch])
-        # In C++: a loop over all documents and samples, seconds for 1e8 of them.
+        # Megatron-core's C++ helper: a loop over every document and sample of the epoch.
         sample_index[epoch] = helpers.build_sample_idx(
             lengths, document_index[epoch], seq_length, 1, num_tokens
         )

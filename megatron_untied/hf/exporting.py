@@ -13,8 +13,7 @@ from torch import Tensor
 from megatron_untied.checkpoint.compatibility import TensorFiles
 from megatron_untied.checkpoint.directory import find_checkpoint
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, TensorReader, row_blocks
-from megatron_untied.checkpoint.run_config import read_provenance
-from megatron_untied.checkpoint.run_config import model_config_of
+from megatron_untied.checkpoint.run_config import model_config_of, read_provenance
 from megatron_untied.checkpoint.state import StoredState
 from megatron_untied.config import ModelConfig
 from megatron_untied.hf.config import model_config_to_hf

@@ -14,8 +14,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from megatron_untied.checkpoint.collective_errors import gather_objects, raise_on_all_ranks
-from megatron_untied.config.data import DataConfig
-from megatron_untied.data.blend import SPLIT_NAMES, check_split, parse_blend
+from megatron_untied.config.data import SPLIT_NAMES, DataConfig, check_split, parse_blend
 from megatron_untied.data.index_cache import in_turns
 from megatron_untied.data.indexed_files import (
     IndexedFiles,

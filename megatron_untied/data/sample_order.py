@@ -14,8 +14,7 @@ import numpy as np
 from megatron.core.datasets import helpers
 
 from megatron_untied.checkpoint.run_config import Samples
-from megatron_untied.config.data import DataConfig
-from megatron_untied.data.blend import check_split, parse_blend
+from megatron_untied.config.data import DataConfig, check_split, parse_blend
 from megatron_untied.data.indexed_files import fingerprint_of, open_indexed_files
 
 

@@ -34,7 +34,7 @@ from megatron_untied.model import layer_submodules, streaming_context
 from megatron_untied.platform.device import current_device
 from megatron_untied.rope import RotaryTable
 from megatron_untied.streaming.host_arena import HostArena
-from megatron_untied.streaming.layer import UntiedTransformerLayer
+from megatron_untied.streaming.layer import StreamedTransformerLayer
 
 CHECKPOINT_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -208,8 +208,8 @@ class StandardLayer(_MegatronLMLayer, TransformerLayer):
     streamed = False
 
 
-class StreamedLayer(_MegatronLMLayer, UntiedTransformerLayer):
-    """The streamed layer; :class:`.UntiedTransformerLayer` overwrites its input."""
+class StreamedLayer(_MegatronLMLayer, StreamedTransformerLayer):
+    """The streamed layer; :class:`.StreamedTransformerLayer` overwrites its input."""
 
     streamed = True
 

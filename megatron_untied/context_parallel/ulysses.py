@@ -146,18 +146,17 @@ class UntiedUlysses:
             if self.schedule.overlap:
                 loading = self._load(j + 1, inputs, loaded)  # travels while this chunk attends
 
-            self.progress.begin_chunk(j)
             if self.exchange.size > 1:
                 o = memory.head_sharded(buffers.out[j], len(mine.query_heads))
             else:  # nothing will travel: attend into the slot itself
                 o = out.recv_buffer(j).view(loaded.q.shape)
-            lse.append(
-                [
-                    attention.forward(loaded.qkv(call), out=o[:, :, call.query_columns])
-                    for call in mine.kernel_calls
-                ]
-            )
-            self.progress.chunk_completed()
+            with self.progress.chunk(j):
+                lse.append(
+                    [
+                        attention.forward(loaded.qkv(call), out=o[:, :, call.query_columns])
+                        for call in mine.kernel_calls
+                    ]
+                )
 
             returning.send(j, o, into=out)  # [s/r, b, u/a, d] -> [n, b, u, d]
             if not self.schedule.overlap:
@@ -190,23 +189,22 @@ class UntiedUlysses:
             if self.schedule.overlap:
                 loading = self._load(j + 1, inputs, loaded)  # travels while this chunk attends
 
-            self.progress.begin_chunk(j)
             dkv.begin(mine)
             dq = loaded.d_out
             # The kernel reads dO for the last time before it writes dQ: they share a buffer, unless
             # a ring reads dO again or the next dO is already arriving.
             if not buffers.dq_over_d_out:
                 dq = memory.head_sharded(buffers.dq[j], len(mine.query_heads))
-            for call, lse in zip(mine.kernel_calls, y.lse[j], strict=True):
-                columns = call.query_columns
-                attention.backward(
-                    loaded.d_out[:, :, columns],
-                    loaded.qkv(call),
-                    Attended(loaded.out[:, :, columns], lse),
-                    dq=dq[:, :, columns],
-                    dkv=dkv.of(call.kv_heads),
-                )
-            self.progress.chunk_completed()
+            with self.progress.chunk(j):
+                for call, lse in zip(mine.kernel_calls, y.lse[j], strict=True):
+                    columns = call.query_columns
+                    attention.backward(
+                        loaded.d_out[:, :, columns],
+                        loaded.qkv(call),
+                        Attended(loaded.out[:, :, columns], lse),
+                        dq=dq[:, :, columns],
+                        dkv=dkv.of(call.kv_heads),
+                    )
 
             # This rank's exchange of the chunk's dO is complete: its slot may receive dQ.
             returning.send(j, dq, into=d_out)  # [s/r, b, u/a, d] -> [n, b, u, d]

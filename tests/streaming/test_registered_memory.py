@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_untied.streaming.host_memory import PAGE_BYTES, RegisteredMemory, allocate_pageable
+from megatron_untied.streaming.host_arena import PAGE_BYTES, RegisteredMemory, allocate_pageable
 
 CPU = torch.device("cpu")
 

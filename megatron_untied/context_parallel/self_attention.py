@@ -10,22 +10,19 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from typing_extensions import override
 
 from megatron_untied.context_parallel.buffer_plan import Sizes, head_chunks_buffer
-from megatron_untied.context_parallel.exchange import DeviceHeadChunks, HeadChunkLayout, blocks
+from megatron_untied.context_parallel.exchange import HeadChunkLayout, HeadChunks, blocks
 from megatron_untied.context_parallel.head_schedule import head_schedule
 from megatron_untied.context_parallel.kernels import AttentionKernel, Mask, Qkv, QkvGrads
 from megatron_untied.context_parallel.ring import Ring, RingAttention
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout
 from megatron_untied.context_parallel.ulysses import (
     Attention,
-    LocalAttention,
     LogSumExps,
     Projections,
     SavedAttention,
@@ -91,23 +88,12 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         config: TransformerConfig,
         submodules: SelfAttentionSubmodules,
         layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
         *,
         context: AttentionContext,
-        **newer_core_arguments: object,
+        **core_arguments: object,
     ):
-        """``newer_core_arguments``: what megatron-core passes after 0.16, such as ``name``."""
-        super().__init__(
-            config,
-            submodules,
-            layer_number,
-            attn_mask_type,
-            cp_comm_type,
-            pg_collection,
-            **newer_core_arguments,
-        )
+        """``core_arguments``: megatron-core's other ones, after 0.16 also new ones (``name``)."""
+        super().__init__(config, submodules, layer_number, **core_arguments)
         self.context = context
         num_ulysses = context.ulysses.size() if context.ulysses else 1
         schedule = head_schedule(
@@ -150,7 +136,7 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         context = self.context
         mask = Mask(window=context.window, segments=sequence.documents)
         if context.ring is None:
-            return LocalAttention(context.kernel, mask)
+            return Attention(context.kernel, mask)
         return RingAttention(
             context.kernel, mask, context.ring, context.workspace, context.progress
         )
@@ -237,8 +223,6 @@ class FinishedProjections(Projections):
                 rotate_(part, *self.rotary, out=view)
 
 
-def _head_chunks(
-    name: str, sizes: Sizes, workspace: Workspace, device: torch.device
-) -> DeviceHeadChunks:
+def _head_chunks(name: str, sizes: Sizes, workspace: Workspace, device: torch.device) -> HeadChunks:
     layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
-    return DeviceHeadChunks(workspace.take(head_chunks_buffer(name, sizes), device), layout)
+    return HeadChunks(workspace.take(head_chunks_buffer(name, sizes), device), layout)

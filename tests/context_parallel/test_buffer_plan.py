@@ -22,7 +22,7 @@ from megatron_untied.context_parallel.ulysses import LocalAttention, UntiedUlyss
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.rope import RotaryTable
 from tests.context_parallel.test_ring import groups_of
-from tests.distributed import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 HEADS = ((8, 8), (8, 2), (28, 4), (12, 3), (3, 1))
 N, B, D = 6, 2, 4

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_untied.context_parallel.buffer_plan import Sizes, head_chunks_buffer
 from megatron_untied.context_parallel.head_schedule import HeadSchedule
+from megatron_untied.context_parallel.workspace import Workspace
 
 
 class Done:
@@ -165,6 +167,14 @@ class HeadChunks:
             HeadBlocks(slot, heads, layout.n, layout.b, layout.d)
             for slot, heads in zip(self._slots, layout.heads, strict=True)
         ]
+
+    @classmethod
+    def in_workspace(
+        cls, name: str, sizes: Sizes, workspace: Workspace, device: torch.device
+    ) -> "HeadChunks":
+        """Uninitialized; the next layer takes the same memory."""
+        storage = workspace.take(head_chunks_buffer(name, sizes), device)
+        return cls(storage, HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d))
 
     def send_buffer(self, j: int) -> Tensor:
         """Chunk j on the device, flat, to be sent; valid until the next one is requested."""

@@ -15,8 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import Sizes, head_chunks_buffer
-from megatron_untied.context_parallel.exchange import HeadChunkLayout, HeadChunks, blocks
+from megatron_untied.context_parallel.exchange import HeadChunks, blocks
 from megatron_untied.context_parallel.head_schedule import head_schedule
 from megatron_untied.context_parallel.kernels import AttentionKernel, Mask, Qkv, QkvGrads
 from megatron_untied.context_parallel.ring import Ring, RingAttention
@@ -171,7 +170,8 @@ def attention_forward(
     ``x`` is sequence-sharded, [n, b, heads, d] each, and not yet rotated.
     """
     source = FinishedProjections(x, rotary)
-    slots = _head_chunks("out", ulysses.sizes(source, attention), ulysses.workspace, x.q.device)
+    sizes = ulysses.sizes(source, attention)
+    slots = HeadChunks.in_workspace("out", sizes, ulysses.workspace, x.q.device)
     with ulysses.progress.phase(Phase.ATTENTION_FORWARD):
         lse = ulysses.forward(source, slots, attention)
     return slots.rows([slice(0, len(x.q))]), lse
@@ -192,7 +192,8 @@ def attention_backward(
     source, (out, lse), everything = FinishedProjections(x, rotary), y, slice(0, len(x.q))
     sizes = ulysses.sizes(source, attention)
     slots, grad = (
-        _head_chunks(name, sizes, ulysses.workspace, x.q.device) for name in ("out", "d_out")
+        HeadChunks.in_workspace(name, sizes, ulysses.workspace, x.q.device)
+        for name in ("out", "d_out")
     )
     slots.write(everything, out)
     grad.write(everything, d_out)
@@ -221,8 +222,3 @@ class FinishedProjections(Projections):
                 view.copy_(part)
             else:
                 rotate_(part, *self.rotary, out=view)
-
-
-def _head_chunks(name: str, sizes: Sizes, workspace: Workspace, device: torch.device) -> HeadChunks:
-    layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
-    return HeadChunks(workspace.take(head_chunks_buffer(name, sizes), device), layout)

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_untied.context_parallel.buffer_plan import PerChunk, Staging, row_tiles
-from megatron_untied.context_parallel.exchange import DeviceHeadChunks, HeadChunkLayout, HeadChunks
+from megatron_untied.context_parallel.exchange import HeadChunkLayout, HeadChunks
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host_arena import HostArena, HostSlot, prefetch
@@ -60,7 +60,7 @@ class HostHeadChunks(HeadChunks):
             [arena.reserve(shape, self.dtype) for shape in layout.even_blocks(j)]
             for j in range(self._num_chunks)
         ]
-        self._copies_out: list[list[Copy]] = [[] for _ in staging.recv]  # by receive buffer
+        self._copies_out: list[list[Copy]] = [[] for _ in set(staging.recv)]  # by receive buffer
         self._copies_in: dict[int, list[Copy]] = {}  # by chunk
 
     @override
@@ -69,7 +69,7 @@ class HostHeadChunks(HeadChunks):
             self._fetch(j)
         _wait(self._copies_in.pop(j))
         # The chunk before this one was sent by now, so its buffer is free.
-        if len(self.staging.send) > 1 and j + 1 < self._num_chunks:
+        if len(set(self.staging.send)) > 1 and j + 1 < self._num_chunks:
             self._fetch(j + 1)
         return self._buffer(self.staging.send, j)
 
@@ -117,13 +117,13 @@ class HostHeadChunks(HeadChunks):
     def _buffer(self, buffers: PerChunk, j: int) -> Tensor:
         return self.workspace.take(buffers[j], self.device)[: self.layout.slot_numels[j]]
 
-    def _staged(self, rows: slice) -> tuple[DeviceHeadChunks, list[tuple[HostSlot, Tensor]]]:
+    def _staged(self, rows: slice) -> tuple[HeadChunks, list[tuple[HostSlot, Tensor]]]:
         """Device memory for ``rows`` of all chunks, and its parts with their slots."""
         own = self.layout
         # A layout of its own: all chunks of a few tokens, as small as a tile of the residual.
         layout = HeadChunkLayout(own.schedule, rows.stop - rows.start, own.b, own.d)
         storage = self.workspace.take(self.staging.tile, self.device)[: layout.numel]
-        staged, pairs = DeviceHeadChunks(storage, layout), []
+        staged, pairs = HeadChunks(storage, layout), []
         for j in range(self._num_chunks):
             pairs += self._pairs(j, staged.send_buffer(j), layout)
         return staged, pairs

@@ -30,23 +30,22 @@ class HostKvSums(KvSums):
         workspace: Workspace,
     ):
         """``sizes`` of the attention call that adds."""
-        self.heads = heads
+        super().__init__(heads, tensors=None)
         shape = sizes.kv_sum_shape(len(heads))  # [2, heads, s/r, b, d]
         self._slot, self._num_rows = arena.reserve(shape, sizes.sum_dtype), shape[2]
-        self._started: set[int] = set()
         self._rows_at_a_time = min(rows_at_a_time, self._num_rows)
         room = workspace.take(sum_rows(sizes, self._rows_at_a_time), device)
         self._room = room.view(2, -1)
 
     @override
     def add(self, heads: range, parts: KvPair, rows: slice | None = None) -> None:
-        started = not self._started.isdisjoint(heads)
+        started = not self.started.isdisjoint(heads)
         assert started or rows is None, "the first gradients must be of all rows"
         rows = rows or slice(0, self._num_rows)
         for index, part in enumerate(parts):
             for column, head in enumerate(heads):
                 self._add_head(index, head, rows, part[:, :, column], started)
-        self._started.update(heads)
+        self.started.update(heads)
 
     @override
     def read(self, index: int, head: int, out: Tensor) -> None:

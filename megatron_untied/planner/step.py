@@ -267,7 +267,7 @@ class StreamedStep(Step):
         if members == 2:
             return
         # One layer earlier the next layer's weights arrive, and the last input is not there yet.
-        alive += self.weights.gathered(Stage.RECOMPUTE_AHEAD)
+        alive = alive + self.weights.gathered(Stage.RECOMPUTE_AHEAD)  # += would change the caller's
         if not policy.layers[layer].input_on_host:
             alive -= Bytes({MemoryCategory.KEPT: self.geometry.residual_bytes})
         yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward, in_mlp

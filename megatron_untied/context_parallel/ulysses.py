@@ -133,18 +133,17 @@ class UntiedUlysses:
             if self.schedule.overlap:
                 loading = self._load(j + 1, source, loaded)  # travels while this chunk attends
 
-            self.progress.begin_chunk(j)
             if self.exchange.size > 1:
                 o = source.take(buffers.out[j], loaded.q.shape)
             else:  # nothing will travel: attend into the slot itself
                 o = out.recv_buffer(j).view(loaded.q.shape)
-            lse.append(
-                [
-                    attention.forward(loaded.qkv(call), out=o[:, :, call.query_columns])
-                    for call in mine.kernel_calls
-                ]
-            )
-            self.progress.chunk_completed()
+            with self.progress.chunk(j):
+                lse.append(
+                    [
+                        attention.forward(loaded.qkv(call), out=o[:, :, call.query_columns])
+                        for call in mine.kernel_calls
+                    ]
+                )
 
             counts = [len(each.query_heads) for each in chunk]
             work = self.exchange.to_sequence(o, out.recv_buffer(j), counts)  # -> [n, b, u, d]
@@ -180,22 +179,21 @@ class UntiedUlysses:
             if self.schedule.overlap:
                 loading = self._load(j + 1, source, loaded)  # travels while this chunk attends
 
-            self.progress.begin_chunk(j)
             dq = loaded.d_out
             # The kernel reads dO for the last time before it writes dQ: they share a buffer, unless
             # a ring reads dO again or the next dO is already arriving.
             if not buffers.dq_over_d_out:
                 dq = source.take(buffers.dq[j], loaded.q.shape)
-            for call, lse in zip(mine.kernel_calls, y.lse[j], strict=True):
-                columns = call.query_columns
-                attention.backward(
-                    loaded.d_out[:, :, columns],
-                    loaded.qkv(call),
-                    Attended(loaded.out[:, :, columns], lse),
-                    dq=dq[:, :, columns],
-                    dkv=dkv.of(call, mine),
-                )
-            self.progress.chunk_completed()
+            with self.progress.chunk(j):
+                for call, lse in zip(mine.kernel_calls, y.lse[j], strict=True):
+                    columns = call.query_columns
+                    attention.backward(
+                        loaded.d_out[:, :, columns],
+                        loaded.qkv(call),
+                        Attended(loaded.out[:, :, columns], lse),
+                        dq=dq[:, :, columns],
+                        dkv=dkv.of(call, mine),
+                    )
 
             # This rank's exchange of the chunk's dO is complete: its slot may receive dQ.
             counts = [len(each.query_heads) for each in chunk]

@@ -60,6 +60,11 @@ def planned_kernel(
     return next(accepting, fitting[0])
 
 
+def is_planned(kernel: AttentionKernel) -> bool:
+    """Whether plans know what ``kernel`` allocates."""
+    return type(kernel) in SCRATCH
+
+
 def describe_kernel(kernel: AttentionKernel, gpu: Gpu | None) -> str:
     """One line: the kernel that runs, and what each faster one would bring, or why it does not.
 

@@ -9,12 +9,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_untied.checkpoint import Progress, Start, find_start
 from megatron_untied.checkpoint.collective_errors import Gather, same_on_all_ranks
 from megatron_untied.config.run import RunConfig
+from megatron_untied.context_parallel.kernels import AttentionKernel
 from megatron_untied.data.datasets import Datasets
 from megatron_untied.data.sample_order import describe_samples
 from megatron_untied.model import attention_kernel
 from megatron_untied.phases import Phase
-from megatron_untied.planner.kernels import describe_kernel
-from megatron_untied.planner.machine import this_gpu, this_machine
+from megatron_untied.planner.machine import this_machine
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.search import choose, is_automatic
 from megatron_untied.platform import device
@@ -48,8 +48,8 @@ class Run:
     """The checkpoint to load, and the identity of the run."""
     plan: Plan | None
     """The plan that chose the automatic settings, if there were any."""
-    kernel_line: str
-    """The attention kernel, and what a better one would bring on this GPU."""
+    kernel: AttentionKernel
+    """For attention, as the model has one, with what was passed over for it."""
     datasets: Datasets
     train_state: TrainState
     report: Reporter
@@ -107,7 +107,7 @@ def set_up(
         groups=groups,
         start=start,
         plan=plan,
-        kernel_line=describe_kernel(kernel, this_gpu() if device.gpu_properties() else None),
+        kernel=kernel,
         datasets=datasets,
         train_state=train_state,
         report=report,

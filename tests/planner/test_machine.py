@@ -68,7 +68,9 @@ def test_several_nodes_need_the_rate_between_them():
     assert machine_by(f"{MINE} --nodes 2 --gpu-network-gb-per-second 12").nodes == 2
 
 
-@pytest.mark.parametrize("name", ["NVIDIA RTX A1000", "NVIDIA GH200 144G HBM3e", "NVIDIA H100 PCIe"])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA RTX A1000", "NVIDIA GH200 144G HBM3e", "NVIDIA H100 PCIe"]
+)
 def test_a_gpu_here_that_is_not_in_the_list_is_itself(monkeypatch, name):
     """Names that hold the name of another GPU are not taken for it."""
     properties = device.GpuProperties(

@@ -202,7 +202,9 @@ class TorchFlash(AttentionKernel):
     @override
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
         q, k, v, out = (_flat(y, call) for y in (*x, out))
-        lengths, window = self._lengths(x.q, x.k, call), _window(call)
+        lengths, window = tuple(_segments(call, q.device).values()), _window(call)
+        if call.run is None:  # here the longest is that of a sample
+            lengths = None, None, len(x.q), len(x.k)
         lse = self.operators._flash_attention_forward_no_dropout_inplace(
             out, q, k, v, *lengths, 0.0, call.causal, False, scale=call.scale, **window
         )
@@ -211,7 +213,9 @@ class TorchFlash(AttentionKernel):
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
         reads = _flat_reads(d_out, x, y, call)
-        lengths, window = self._lengths(x.q, x.k, call), _window(call)
+        lengths, window = tuple(_segments(call, x.q.device).values()), _window(call)
+        if call.run is None:
+            lengths = None, None, len(x.q), len(x.k)
         # The operator requires a random state and an unused tensor, though dropout is 0 and neither
         # is read. One of each serves all calls: a new state is a memset on the stream.
         device = x.q.device
@@ -229,12 +233,6 @@ class TorchFlash(AttentionKernel):
         )
         for result, gradient in zip(into, gradients, strict=True):
             _flat(result, call).copy_(gradient)  # dq may be the memory of dO
-
-    @staticmethod
-    def _lengths(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None, int, int]:
-        if call.run is None:
-            return None, None, len(q), len(k)
-        return tuple(_segments(call, q.device).values())
 
 
 def _flat(x: Tensor, call: Call) -> Tensor:

@@ -65,27 +65,11 @@ class Limits:
             yield "has no sliding window"
         if documents and not self.documents:
             yield "has no documents"
-        refusals = (self.index_problem(shape, shape.num_rows + _ROW_PADDING) for shape in shapes)
-        if refusal := next(filter(None, refusals), None):
-            yield f"cannot index {refusal}"
-
-    def index_problem(self, shape: "Shape", rows: int) -> str | None:
-        """Why no split of heads makes ``rows`` of ``shape``, padding included, small enough."""
-        heads = shape.h // shape.g if self.indexes_calls_in_32_bits else 1
-        if not self.indexes_heads_in_32_bits and not self.indexes_calls_in_32_bits:
-            return None
-        elements = heads * self.head_elements(shape, rows)
-        if elements < INDEX_LIMIT:
-            return None
-        fewer = "fewer --cp-heads-per-chunk or " if heads > 1 else ""
-        return (
-            f"{rows} rows x {shape.d} channels x {heads} heads are {elements} elements, and the "
-            f"kernel's limit is {INDEX_LIMIT}; give {fewer}more ring ranks."
-        )
-
-    def head_elements(self, shape: "Shape", rows: int) -> int:
-        """Elements of one head as the kernel indexes it: its width is padded."""
-        return rows * (-(-shape.d // self.head_width_padding) * self.head_width_padding)
+        for shape in shapes:
+            rows = max(shape.num_queries, shape.num_keys) + _ROW_PADDING
+            if isinstance(refusal := _batches(shape, range(shape.b), rows, self), str):
+                yield f"cannot index {refusal}"
+                return
 
     def check_layout(self, **tensors: Tensor) -> None:
         """Raise ValueError for a tensor whose strides or offset the kernel cannot address."""
@@ -112,11 +96,6 @@ class Shape:
     h: int
     g: int
     d: int
-
-    @property
-    def num_rows(self) -> int:
-        """Of the longer side."""
-        return max(self.num_queries, self.num_keys)
 
     @classmethod
     def of(cls, x: Qkv) -> "Shape":
@@ -146,9 +125,11 @@ class Call:
         """Its part of [s_q, b, h, d], a view."""
         return x[self.queries, self.samples, self.heads]
 
-    def of_lse(self, lse: Tensor) -> Tensor:
-        """Its part of [b, h, s_q], a view."""
-        return lse[self.samples, self.heads, self.queries]
+    def shape(self, d: int) -> Shape:
+        """Its sizes, with heads of width ``d``."""
+        parts = self.samples, self.heads, self.kv_heads, self.queries, self.keys
+        b, h, g, num_queries, num_keys = (part.stop - part.start for part in parts)
+        return Shape(num_queries=num_queries, num_keys=num_keys, b=b, h=h, g=g, d=d)
 
     def of(self, x: Triple) -> Triple:
         """Its parts of q, k and v, or of their gradients, as views."""
@@ -177,7 +158,7 @@ def split_calls(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
             ends = segments.queries[-1], segments.keys[-1]
             assert ends == (shape.num_queries, shape.num_keys), (ends, shape)
             for run in segments.runs if limits.joins_segments else segments.singles:
-                several = run if run.num_segments > 1 else None
+                several = run if len(run.queries) > 2 else None
                 rows = slice(run.queries[0], run.queries[-1]), slice(run.keys[0], run.keys[-1])
                 parts.append((range(sample, sample + 1), *rows, several))
     share = shape.h // shape.g
@@ -186,8 +167,13 @@ def split_calls(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
         num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
         # Kernels disagree on where the diagonal of a causal mask is, unless it is square.
         assert run is not None or not mask.causal or num_queries == num_keys, (queries, keys)
-        rows = max(num_queries, num_keys) + _ROW_PADDING * (run.num_segments if run else 1)
-        for call_samples, kv_heads in _batches(shape, samples, rows, limits):
+        rows = max(num_queries, num_keys) + _ROW_PADDING * (len(run.queries) - 1 if run else 1)
+        # A window of a whole segment hides nothing: plain causal attention is the faster kernel.
+        longest = run.longest[1] if run else num_keys
+        batches = _batches(shape, samples, rows, limits)
+        if isinstance(batches, str):
+            raise ValueError(batches)
+        for call_samples, kv_heads in batches:
             calls.append(
                 Call(
                     samples=call_samples,
@@ -196,7 +182,7 @@ def split_calls(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
                     queries=queries,
                     keys=keys,
                     causal=mask.causal,
-                    window=mask.window,
+                    window=mask.window if mask.window and mask.window < longest else None,
                     scale=shape.d**-0.5 if mask.scale is None else mask.scale,
                     run=run,
                 )
@@ -206,23 +192,31 @@ def split_calls(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
 
 def _batches(
     shape: Shape, samples: range, rows: int, limits: Limits
-) -> Iterator[tuple[slice, slice]]:
-    """Samples and key-value heads of each call: all at once, or as many as indices allow."""
-    head = limits.head_elements(shape, rows)
-    wide = limits.indexes_heads_in_32_bits or limits.indexes_calls_in_32_bits
-    if not wide or len(samples) * shape.h * head < INDEX_LIMIT:
-        yield slice(samples.start, samples.stop), slice(0, shape.g)
-        return
-    if problem := limits.index_problem(shape, rows):
-        raise ValueError(problem)
-    # Key-value heads per call: as many as stay below the limit, or all where only heads count. The
-    # query heads of one key-value head stay together: the kernel sums their dK and dV.
-    share, step = shape.h // shape.g, shape.g
+) -> list[tuple[slice, slice]] | str:
+    """Samples and key-value heads of each call: all at once, or as many as indices allow.
+
+    Or, if no split of heads makes ``rows``, padding included, small enough: why.
+    """
+    padding = limits.head_width_padding
+    head = rows * (-(-shape.d // padding) * padding)  # elements of one head, as kernels index it
+    is_limited = limits.indexes_heads_in_32_bits or limits.indexes_calls_in_32_bits
+    if not is_limited or len(samples) * shape.h * head < INDEX_LIMIT:
+        return [(slice(samples.start, samples.stop), slice(0, shape.g))]
+    # The query heads of one key-value head stay together: the kernel sums their dK and dV.
+    share, step, heads = shape.h // shape.g, shape.g, 1
     if limits.indexes_calls_in_32_bits:
-        step = (INDEX_LIMIT - 1) // (share * head)
-    for sample in samples:
-        for first in range(0, shape.g, step):
-            yield slice(sample, sample + 1), slice(first, min(first + step, shape.g))
+        step, heads = (INDEX_LIMIT - 1) // (share * head), share
+    if heads * head >= INDEX_LIMIT:
+        fewer = "fewer --cp-heads-per-chunk or " if heads > 1 else ""
+        return (
+            f"{rows} rows x {shape.d} channels x {heads} heads are {heads * head} elements, and "
+            f"the kernel's limit is {INDEX_LIMIT}; give {fewer}more ring ranks."
+        )
+    return [
+        (slice(sample, sample + 1), slice(first, min(first + step, shape.g)))
+        for sample in samples
+        for first in range(0, shape.g, step)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,16 +51,17 @@ class Scratch:
     """Where query heads share key-value heads, dk and dv are fp32 sums per key-value head;
     otherwise they are in q's dtype, of every query head, and added up afterwards."""
 
-    def forward_bytes(self, shape: Shape, itemsize: int) -> int:
-        """Of one forward call."""
-        return self.returns_out * shape.b * shape.num_queries * shape.h * shape.d * itemsize
-
-    def backward_bytes(
+    def num_bytes(
         self, shape: Shape, itemsize: int, *, causal: bool, num_segments: int = 0, strided: int = 0
-    ) -> int:
-        """Of one backward call with ``strided`` tensors of dO and output that are not contiguous.
+    ) -> tuple[int, int]:
+        """Of one call of a forward, and of a backward.
 
-        ``num_segments``: of cumulative lengths, each padded to blocks; 0 is a call without.
+        Args:
+            shape: of the call.
+            itemsize: of q.
+            causal: its mask.
+            num_segments: of cumulative lengths, each padded to blocks; 0 is a call without.
+            strided: tensors among dO and output that are not contiguous.
         """
         b, h, g, d = shape.b, shape.h, shape.g, shape.d
         width = next((width for width in self.widths if d <= width), d)
@@ -79,7 +80,8 @@ class Scratch:
             total += 2 * of_keys * h
         if self.returns_gradients:
             total += of_q * h + 2 * of_keys * g
-        return total + self.copies_strided * strided * of_q * h
+        total += self.copies_strided * strided * of_q * h
+        return self.returns_out * of_q * h, total
 
 
 _FLASH_2 = Scratch(widths=(32, 64, 96, 128, 192, 256))
@@ -132,40 +134,33 @@ class TracedKernel(AttentionKernel):
         """
         most, calls = (0, 0), split_calls(shape, Mask(), self.limits)
         for call in calls:
-            part = _shape_of(call, shape.d)
+            part = call.shape(shape.d)
             is_strided = shape.b > 1 or part.h < num_heads
-            forward = self.scratch.forward_bytes(part, itemsize)
-            if len(calls) > 1:  # its log-sum-exp, before it is copied to that of all heads
-                forward += part.b * part.h * part.num_queries * _FP32
-            backward = self.scratch.backward_bytes(
+            forward, backward = self.scratch.num_bytes(
                 part, itemsize, causal=True, strided=2 * is_strided
             )
+            if len(calls) > 1:  # its log-sum-exp, before it is copied to that of all heads
+                forward += part.b * part.h * part.num_queries * _FP32
             most = max(most[0], forward), max(most[1], backward)
         return most
 
     @override
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
-        num_bytes = self.scratch.forward_bytes(Shape.of(x), x.q.element_size())
+        shape = Shape.of(x)
+        num_bytes, _ = self.scratch.num_bytes(shape, x.q.element_size(), causal=call.causal)
         with allocating(MemoryCategory.KERNEL):
             _scratch = x.q.new_empty(num_bytes, dtype=torch.uint8)
-        s, b, h, _ = x.q.shape
         with allocating(MemoryCategory.KEPT):
-            return x.q.new_empty((b, h, s), dtype=torch.float32)
+            return x.q.new_empty((shape.b, shape.h, shape.num_queries), dtype=torch.float32)
 
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
-        num_bytes = self.scratch.backward_bytes(
+        _, num_bytes = self.scratch.num_bytes(
             Shape.of(x),
             x.q.element_size(),
             causal=call.causal,
-            num_segments=call.run.num_segments if call.run else 0,
+            num_segments=len(call.run.queries) - 1 if call.run else 0,
             strided=sum(not z.transpose(0, 1).is_contiguous() for z in (d_out, y.out)),
         )
         with allocating(MemoryCategory.KERNEL):
             x.q.new_empty(num_bytes, dtype=torch.uint8)
-
-
-def _shape_of(call: Call, d: int) -> Shape:
-    parts = call.samples, call.heads, call.kv_heads, call.queries, call.keys
-    b, h, g, num_queries, num_keys = (part.stop - part.start for part in parts)
-    return Shape(num_queries=num_queries, num_keys=num_keys, b=b, h=h, g=g, d=d)

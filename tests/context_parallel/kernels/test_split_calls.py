@@ -97,7 +97,7 @@ def test_runs_are_the_segments_with_both_sides(segments):
     in_runs = [
         (run.queries[i : i + 2], run.keys[i : i + 2])
         for run in segments.runs
-        for i in range(run.num_segments)
+        for i in range(len(run.queries) - 1)
     ]
     assert in_runs == expected
     for run, following in pairwise(segments.runs):

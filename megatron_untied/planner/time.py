@@ -1,8 +1,9 @@
 """How long a step takes by a roofline: work over achieved rates, and what nothing hides.
 
 Attention and matrix products run one after the other. Exchanges hide behind attention if they
-overlap with it; copies to the host and gathers of weights hide behind all of a layer. Only what is
-left over counts. The estimate ranks settings, and shows when a step takes hours.
+overlap with it; copies to the host and gathers of weights hide behind all of a layer, but for tiles
+of the attention output. Only what is left over counts. The estimate ranks settings, and shows when
+a step takes hours.
 """
 
 from dataclasses import dataclass
@@ -40,13 +41,15 @@ class StepTime:
         if geo.schedule.overlap:  # the first chunk and the last one have nothing to hide behind
             ends = exchange / len(geo.schedule.chunks)
             exposed_exchange = ends + max(0.0, exchange - ends - attention)
-        host_copies, gathers = _host_copy_seconds(geo, machine), _gather_seconds(geo, machine)
+        host_copies, exposed_copies = _host_copy_seconds(geo, machine)
+        gathers = _gather_seconds(geo, machine)
         seconds = {
             "attention": layers * attention,
             "linear layers": layers * linear,
             "loss": geo.num_micro_batches * loss,
             "exchanges, not hidden": layers * exposed_exchange,
             "starting chunks": layers * _chunk_start_seconds(geo, machine),
+            "host copies of tiles": layers * exposed_copies,
             "host copies, not hidden": layers * max(0.0, host_copies - attention - linear),
             "gathers of weights, not hidden": layers * max(0.0, gathers - attention - linear),
             "optimizer": _optimizer_seconds(geo, machine),
@@ -115,18 +118,24 @@ def _chunk_start_seconds(geo: Geometry, machine: Machine) -> float:
     return passes * len(geo.schedule.chunks) * seconds
 
 
-def _host_copy_seconds(geo: Geometry, machine: Machine) -> float:
-    """An average layer's copies in the busier direction, which is to the device."""
+def _host_copy_seconds(geo: Geometry, machine: Machine) -> tuple[float, float]:
+    """An average layer's copies in the busier direction, which is to the device.
+
+    Those beside compute, and those that compute waits for: the attention output of a tile is read
+    when the tile is computed, in forward and in backward, and so are the gradients of a parked one.
+    """
     if not geo.is_streamed:
-        return 0.0
+        return 0.0, 0.0
     memory, chunks = geo.config.memory, len(geo.schedule.chunks)
     reads = (4 + chunks) * geo.residual_bytes  # each chunk is projected from the input
     outputs = 2 * geo.output_bytes
     on_host = memory.cpu_offloading_num_layers / geo.num_layers
-    moved = on_host * (reads + outputs)
+    moved, waited_for = on_host * reads, on_host * outputs
     if memory.park_during_attention:
-        moved = reads * (1 + chunks / (4 + chunks)) + 2 * outputs + 2 * geo.residual_bytes
-    return moved / (machine.gpu.pcie_gb_per_second * _GIGA)
+        moved = reads * (1 + chunks / (4 + chunks)) + 2 * geo.residual_bytes
+        waited_for = 2 * outputs
+    rate = machine.gpu.pcie_gb_per_second * _GIGA
+    return moved / rate, waited_for / rate
 
 
 def _gather_seconds(geo: Geometry, machine: Machine) -> float:

@@ -89,7 +89,8 @@ def test_nodes_meet_where_the_variables_say(without_plan):
     assert (
         torchrun_command(done.stdout).options
         == (
-            "--nnodes 4 --nproc-per-node 4 --node-rank 3 --master-addr node4 --master-port 23456"
+            "--numa-binding node --nnodes 4 --nproc-per-node 4 --node-rank 3 --master-addr node4 "
+            "--master-port 23456"
         ).split()
     )
 
@@ -147,6 +148,24 @@ def test_a_mistake_is_one_line(launcher, arguments, variables, message):
     done = run("bash", EXAMPLES / LAUNCHERS[launcher], *arguments, **variables)
     assert done.returncode == 1
     assert re.fullmatch(rf"error: {re.escape(message)}.*\n", done.stderr)
+
+
+@pytest.mark.parametrize("threads", ["", "3"])
+def test_ranks_share_the_cores_of_their_node_unless_told(tmp_path, threads):
+    """An empty OMP_NUM_THREADS is one that is not set."""
+    path = fake_program(tmp_path, "python", 'echo "$OMP_NUM_THREADS threads for $*"')
+    fake_program(tmp_path, "nproc", "echo 96")
+    done = run("bash", EXAMPLES / LAUNCHERS[0], PATH=path, OMP_NUM_THREADS=threads)
+    started = done.stdout.splitlines()[-1]
+    assert started.startswith(f"{threads or 12} threads for {ROOT}/tools/torchrun.py")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without GPUs")
+def test_ranks_on_cpus_are_not_bound_to_gpus(tmp_path):
+    path = fake_program(tmp_path, "python", 'echo "$*"')
+    done = run("bash", EXAMPLES / LAUNCHERS[0], PATH=path)
+    assert "torchrun.py --nnodes 1" in done.stdout.splitlines()[-1]
+    assert "numa-binding" not in done.stdout
 
 
 @pytest.mark.parametrize("status", [1, 2])

@@ -7,6 +7,7 @@ import torch
 from hypothesis import settings
 
 import megatron_untied  # noqa: F401 - before any test imports megatron.core
+from tests.support.corpus import train_small_tokenizer
 
 # A shell that starts the tests in the background ignores these, and every process would inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,3 +30,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip_slow)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip_gpu)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_model(tmp_path_factory):
+    return str(train_small_tokenizer(tmp_path_factory.mktemp("tokenizer")))

@@ -14,7 +14,7 @@ done
 WORK="$(mktemp -d -p "${1:-${TMPDIR:-/tmp}}" docker.XXXXXX)"
 trap 'in_store rm --all > /dev/null; in_store rmi --all --force > /dev/null; rm -rf "$WORK"' EXIT
 in_store() { buildah --root "$WORK/store" --runroot "$WORK/run" --storage-driver vfs "$@"; }
-mapfile -t PIP_VOLUMES < <(python3 tests/pip_settings.py "$WORK/pip.conf")
+mapfile -t PIP_VOLUMES < <(python3 tests/support/pip_settings.py "$WORK/pip.conf")
 run_in() { in_store run --isolation chroot --hostname localhost "$@"; }
 build_on() {
     in_store bud --quiet --isolation chroot --format docker "${PIP_VOLUMES[@]}" --build-arg BASE_IMAGE="$1" --tag "$2" .

@@ -18,9 +18,9 @@ from megatron_untied import api
 from megatron_untied.config import MemoryConfig, ParallelConfig, RotaryConfig
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.rope import RotaryTable
-from tests.context_parallel import reference
-from tests.distributed import run_on_ranks
-from tests.models import parallel_groups
+from tests.support import plain_attention
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import parallel_groups
 
 ROOT = Path(__file__).resolve().parents[1]
 # Rotary tables are stored in fp32, so q and k carry a relative error of 6e-8 against float64.
@@ -67,7 +67,7 @@ def check_attention(world, num_ulysses, num_ring, heads, options, *, rotates=Fal
         for x in (h, g, g, h)
     )
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    rotated = [reference.rotate(x) for x in whole[:2]] if rotates else whole[:2]
+    rotated = [plain_attention.rotate(x) for x in whole[:2]] if rotates else whole[:2]
     masks = {name: options[name] for name in ("window", "documents") if name in options}
     expected = attention(*rotated, whole[2], **masks)
     gradients = torch.autograd.grad(expected, whole, d_out)
@@ -181,7 +181,7 @@ def plain_layer(x, weights, config, documents):
     y = F.rms_norm(x, x.shape[-1:], weights["input_layernorm.weight"], eps)
     y = (y @ weights["self_attention.linear_qkv.weight"].T).unflatten(-1, (g, h // g + 2, D))
     q, k, v = y[..., :-2, :].flatten(2, 3), y[..., -2, :], y[..., -1, :]
-    out = attention(reference.rotate(q), reference.rotate(k), v, documents=documents)
+    out = attention(plain_attention.rotate(q), plain_attention.rotate(k), v, documents=documents)
     x = x + out.flatten(2) @ weights["self_attention.linear_proj.weight"].T
     y = F.rms_norm(x, x.shape[-1:], weights["pre_mlp_layernorm.weight"], eps)
     gate, up = (y @ weights["mlp.linear_fc1.weight"].T).chunk(2, -1)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import megatron_untied
 from megatron_untied.config import MemoryConfig, ParallelConfig
 from megatron_untied.context_parallel.kernels import AttentionKernel
-from tests.distributed import run_on_ranks
-from tests.models import batch, make_model, parallel_groups, tiny
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import batch, make_model, parallel_groups, tiny
 
 PACKAGE = str(Path(megatron_untied.__file__).parent)
 

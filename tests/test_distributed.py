@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import RankFailure, rank_shard, run_on_ranks
+from tests.support.ranks import RankFailure, rank_shard, run_on_ranks
 
 
 def sum_of_shards(group, x):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import pip_settings
+from tests.support import pip_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("buildah", "debootstrap")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from megatron_untied.config import MemoryConfig, ParallelConfig, RotaryConfig
 from megatron_untied.context_parallel.sequence import SequenceInfo, documents_of
-from tests.distributed import run_on_ranks
-from tests.models import batch, make_model, parallel_groups, tiny
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import batch, make_model, parallel_groups, tiny
 
 LENGTHS = ((1, 3, 17, 3), (24,), (5, 1, 1, 11, 6))
 """Of the documents of each sample: a document across every shard boundary, and none."""

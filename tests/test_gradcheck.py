@@ -19,8 +19,8 @@ from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.model import attention_context, layer_spec, transformer_config
 from megatron_untied.platform.device import current_device
 from megatron_untied.streaming.host_arena import HostArena
-from tests.distributed import run_on_ranks
-from tests.models import parallel_groups, tiny
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import parallel_groups, tiny
 
 S, B = 12, 2
 CONFIG = tiny(

@@ -7,8 +7,8 @@ import torch
 
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, RotaryConfig
 from megatron_untied.context_parallel.head_schedule import legal_heads_per_chunk
-from tests.distributed import run_on_ranks
-from tests.models import batch, make_model, parallel_groups, tiny
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import batch, make_model, parallel_groups, tiny
 
 S = 24
 MEMORIES = (MemoryConfig(), MemoryConfig(recompute_granularity="full", sequence_tile_size=5))

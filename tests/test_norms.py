@@ -5,7 +5,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import megatron_untied  # noqa: F401
 from megatron_untied.norms import LayerNorm, RMSNorm
-from tests.distributed import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 EPS = 1e-3  # large enough to be seen in the tests
 

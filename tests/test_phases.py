@@ -12,8 +12,8 @@ from megatron_untied.commands.trace import COLORS
 from megatron_untied.phases import AllocationObserver, MemoryCategory, Phase, allocating
 from megatron_untied.planner.plan import Plan
 from megatron_untied.step_progress import StepProgress
-from tests.planner.planned import machine, run_config
-from tests.tracing.traced import trace_all
+from tests.support.planning import machine, run_config
+from tests.support.traces import trace_all
 
 FRAMES = {"f_locals", "f_code", "f_back", "_getframe", "currentframe", "getouterframes", "stack"}
 """Names by which code finds out who called it; ``stack`` is that of ``inspect``."""

@@ -6,8 +6,8 @@ from megatron_untied.config import MemoryConfig, ParallelConfig
 from megatron_untied.flops import attention_units
 from megatron_untied.phases import Phase
 from megatron_untied.step_progress import COST, StepProgress
-from tests.distributed import run_on_ranks
-from tests.models import batch, make_model, parallel_groups, tiny
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import batch, make_model, parallel_groups, tiny
 
 
 class Device:

@@ -294,7 +294,7 @@ class KvGradBuffers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staging:
-    """Device buffers that a head-major tensor on the host passes through, a chunk at a time.
+    """Device buffers that chunks of heads on the host pass through, one at a time.
 
     Where exchanges overlap, or one rank exchanges nothing, they have memory of their own; else
     they lie in buffers of the chunk loop that are idle at that moment.
@@ -403,8 +403,8 @@ def sum_rows(sizes: Sizes, rows: int) -> Buffer:
     return Buffer(name="sum_rows", memory="sum_rows", numel=numel, dtype=sizes.sum_dtype)
 
 
-def head_major_slots(name: str, sizes: Sizes) -> Buffer:
-    """All slots of a head-major tensor that is kept no longer than one layer runs."""
+def head_chunks_buffer(name: str, sizes: Sizes) -> Buffer:
+    """All slots of an O or dO that is kept no longer than one layer runs."""
     slots = sizes.sequence_sharded(f"{name}_slots", sizes.schedule.num_heads)
     return replace(slots, category=MemoryCategory.SLOTS)
 

@@ -4,7 +4,7 @@ The sequence-sharded side of an exchange is a flat buffer: for each Ulysses rank
 [n, b, heads of i, d]. Ranks hold the sequence in order, so the blocks received from ranks 0, 1, ...
 *are* the sequence, [s/r, b, my heads, d]: neither side rearranges anything.
 
-:class:`HeadMajor` tensors hold all heads of a rank's tokens as such buffers, one per chunk: on the
+:class:`HeadChunks` tensors hold all heads of a rank's tokens as such buffers, one per chunk: on the
 device here, on the host in :mod:`megatron_untied.streaming.host`.
 """
 
@@ -145,14 +145,14 @@ def _evenly_spaced(heads: Sequence[range]) -> Iterator[list[range]]:
         yield run
 
 
-class HeadMajor(ABC):
+class HeadChunks(ABC):
     """[n, b, h, d] of this rank's tokens, stored chunk by chunk and, in a chunk, rank by rank.
 
     Chunk j is one flat slot, the sequence-sharded side of its exchange: it is sent without a copy,
     and received where it stays.
     """
 
-    layout: "HeadMajorLayout"
+    layout: "HeadChunkLayout"
     dtype: torch.dtype
     device: torch.device
 
@@ -190,8 +190,8 @@ class HeadMajor(ABC):
         return out
 
 
-class HeadMajorLayout:
-    """The order of the heads of [n, b, h, d] in a head-major tensor: integers only."""
+class HeadChunkLayout:
+    """The order of the heads of [n, b, h, d] stored in chunks of heads: integers only."""
 
     def __init__(self, schedule: HeadSchedule, n: int, b: int, d: int):
         self.schedule = schedule
@@ -214,10 +214,10 @@ class HeadMajorLayout:
         ]
 
 
-class DeviceHeadMajor(HeadMajor):
+class DeviceHeadChunks(HeadChunks):
     """Slots in one flat tensor on the device."""
 
-    def __init__(self, storage: Tensor, layout: HeadMajorLayout):
+    def __init__(self, storage: Tensor, layout: HeadChunkLayout):
         """``storage``: flat, ``layout.numel`` elements."""
         self.layout, self.dtype, self.device = layout, storage.dtype, storage.device
         self._slots = storage.split(layout.slot_numels)

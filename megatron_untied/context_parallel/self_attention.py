@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import Sizes, head_major_slots
-from megatron_untied.context_parallel.exchange import DeviceHeadMajor, HeadMajorLayout, blocks
+from megatron_untied.context_parallel.buffer_plan import Sizes, head_chunks_buffer
+from megatron_untied.context_parallel.exchange import DeviceHeadChunks, HeadChunkLayout, blocks
 from megatron_untied.context_parallel.head_schedule import head_schedule
 from megatron_untied.context_parallel.kernels import AttentionKernel, Mask, Qkv, QkvGrads
 from megatron_untied.context_parallel.ring import Ring, RingAttention
@@ -185,7 +185,7 @@ def attention_forward(
     ``x`` is sequence-sharded, [n, b, heads, d] each, and not yet rotated.
     """
     source = FinishedProjections(x, rotary)
-    slots = _head_major("out", ulysses.sizes(source, attention), ulysses.workspace, x.q.device)
+    slots = _head_chunks("out", ulysses.sizes(source, attention), ulysses.workspace, x.q.device)
     with ulysses.progress.phase(Phase.ATTENTION_FORWARD):
         lse = ulysses.forward(source, slots, attention)
     return slots.rows([slice(0, len(x.q))]), lse
@@ -206,7 +206,7 @@ def attention_backward(
     source, (out, lse), everything = FinishedProjections(x, rotary), y, slice(0, len(x.q))
     sizes = ulysses.sizes(source, attention)
     slots, grad = (
-        _head_major(name, sizes, ulysses.workspace, x.q.device) for name in ("out", "d_out")
+        _head_chunks(name, sizes, ulysses.workspace, x.q.device) for name in ("out", "d_out")
     )
     slots.write(everything, out)
     grad.write(everything, d_out)
@@ -237,8 +237,8 @@ class FinishedProjections(Projections):
                 rotate_(part, *self.rotary, out=view)
 
 
-def _head_major(
+def _head_chunks(
     name: str, sizes: Sizes, workspace: Workspace, device: torch.device
-) -> DeviceHeadMajor:
-    layout = HeadMajorLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
-    return DeviceHeadMajor(workspace.take(head_major_slots(name, sizes), device), layout)
+) -> DeviceHeadChunks:
+    layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
+    return DeviceHeadChunks(workspace.take(head_chunks_buffer(name, sizes), device), layout)

@@ -35,7 +35,7 @@ from megatron_untied.context_parallel.buffer_plan import (
     PerChunk,
     Sizes,
 )
-from megatron_untied.context_parallel.exchange import HeadExchange, HeadMajor, Work
+from megatron_untied.context_parallel.exchange import HeadChunks, HeadExchange, Work
 from megatron_untied.context_parallel.head_schedule import HeadSchedule, KernelCall
 from megatron_untied.context_parallel.kernels import (
     Attended,
@@ -109,7 +109,7 @@ class LocalAttention(Attention):
 class SavedAttention(NamedTuple):
     """What backward needs of a forward over all chunks."""
 
-    out: HeadMajor  # [n, b, h, d]
+    out: HeadChunks  # [n, b, h, d]
     lse: LogSumExps
 
 
@@ -133,7 +133,7 @@ class UntiedUlysses:
         self.progress = progress or StepProgress().for_layer(0, 1, len(schedule.chunks))
         self.exchange = HeadExchange(group)
 
-    def forward(self, x: Projections, out: HeadMajor, attention: Attention) -> LogSumExps:
+    def forward(self, x: Projections, out: HeadChunks, attention: Attention) -> LogSumExps:
         """Fill ``out`` [n, b, h, d] with the attention of all heads; returns the log-sum-exps."""
         memory = Memory(self.workspace, self.sizes(x, attention), x.device)
         buffers = ForwardBuffers.plan(memory.sizes)
@@ -169,7 +169,7 @@ class UntiedUlysses:
         self,
         x: Projections,
         y: SavedAttention,
-        d_out: HeadMajor,
+        d_out: HeadChunks,
         attention: Attention,
         make_sums: MakeSums | None = None,
     ) -> Tensor:
@@ -272,7 +272,7 @@ class UntiedUlysses:
         j: int,
         loaded: "_LoadedChunk",
         memory: Memory,
-        source: tuple[HeadMajor, PerChunk] | None,
+        source: tuple[HeadChunks, PerChunk] | None,
     ) -> Tensor | None:
         """Exchange a slot as it lies: [n, b, u, d] -> [s/r, b, u/a, d]; one rank has it already."""
         if source is None:
@@ -295,8 +295,8 @@ class _Inputs:
     x: Projections
     memory: Memory
     buffers: LoadBuffers
-    d_out: tuple[HeadMajor, PerChunk] | None = None
-    out: tuple[HeadMajor, PerChunk] | None = None
+    d_out: tuple[HeadChunks, PerChunk] | None = None
+    out: tuple[HeadChunks, PerChunk] | None = None
 
 
 class _KvHeads(NamedTuple):
@@ -347,9 +347,9 @@ class _Returning:
 
     def __init__(self, ulysses: UntiedUlysses):
         self.exchange, self.schedule = ulysses.exchange, ulysses.schedule
-        self.in_flight: deque[tuple[Work, HeadMajor, int]] = deque()
+        self.in_flight: deque[tuple[Work, HeadChunks, int]] = deque()
 
-    def send(self, j: int, x: Tensor, into: HeadMajor) -> None:
+    def send(self, j: int, x: Tensor, into: HeadChunks) -> None:
         """Start to send ``x`` [s/r, b, u/a, d] to chunk j of ``into``."""
         heads = [len(each.query_heads) for each in self.schedule.chunks[j]]
         work = self.exchange.to_sequence(x, into.recv_buffer(j), heads)

@@ -15,7 +15,7 @@ from megatron_untied.context_parallel.buffer_plan import (
     ForwardBuffers,
     Sizes,
     buffers_of,
-    head_major_slots,
+    head_chunks_buffer,
     ring_buffers,
 )
 from megatron_untied.context_parallel.kernels import TracedFlashAttention3
@@ -59,7 +59,7 @@ def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ..
     """
     sizes = attention_sizes(geometry, rank)
     ring = tuple(ring_buffers(sizes))
-    out, d_out = (head_major_slots(name, sizes) for name in ("out", "d_out"))
+    out, d_out = (head_chunks_buffer(name, sizes) for name in ("out", "d_out"))
     forward, backward = ForwardBuffers.plan(sizes), BackwardBuffers.plan(sizes)
     return {
         Phase.ATTENTION_FORWARD: (*buffers_of(forward), *ring, out),

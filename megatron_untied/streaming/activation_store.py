@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatron_untied.context_parallel.buffer_plan import Sizes, Staging, head_major_slots
-from megatron_untied.context_parallel.exchange import DeviceHeadMajor, HeadMajor, HeadMajorLayout
+from megatron_untied.context_parallel.buffer_plan import Sizes, Staging, head_chunks_buffer
+from megatron_untied.context_parallel.exchange import DeviceHeadChunks, HeadChunkLayout, HeadChunks
 from megatron_untied.context_parallel.kv_gradients import MakeSums
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import LogSumExps
@@ -22,7 +22,7 @@ from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.phases import MemoryCategory, allocating
 from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.copy_engine import Copy
-from megatron_untied.streaming.host import HostHeadMajor, HostRows
+from megatron_untied.streaming.host import HostHeadChunks, HostRows
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.streaming.host_sums import HostKvSums
 from megatron_untied.streaming.rows import DeviceRows, Rows
@@ -64,7 +64,7 @@ class SavedLayer:
     layer: nn.Module
     index: int
     x: Rows | None = None  # [n, b, m], or with sequence parallelism [n/t, b, m]
-    out: HeadMajor | None = None  # [n, b, h, d]
+    out: HeadChunks | None = None  # [n, b, h, d]
     lse: StoredLse | None = None
 
 
@@ -77,8 +77,8 @@ class CheckpointGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadMajorSpec:
-    """What a head-major tensor of a layer is made from."""
+class HeadChunksSpec:
+    """What O or dO of a layer is made from, in chunks of heads."""
 
     sizes: Sizes
     tile_tokens: int
@@ -86,10 +86,10 @@ class HeadMajorSpec:
     device: torch.device
 
     @property
-    def layout(self) -> HeadMajorLayout:
+    def layout(self) -> HeadChunkLayout:
         """The order of its heads in memory."""
         sizes = self.sizes
-        return HeadMajorLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
+        return HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -127,25 +127,25 @@ class ActivationStore:
         saved.x = HostRows(slot, self.workspace, x.device)
         return slot.write(x)
 
-    def out(self, index: int, spec: HeadMajorSpec, *, is_saved: bool) -> HeadMajor:
+    def out(self, index: int, spec: HeadChunksSpec, *, is_saved: bool) -> HeadChunks:
         """Slots for the attention output of layer ``index``, [n, b, h, d].
 
         If it is not saved, its last use must be before another layer runs.
         """
         if self.policy.layers[index].output_on_host:
             staging = Staging.of_out(spec.sizes, spec.tile_tokens)
-            return HostHeadMajor(staging, spec.layout, self.arena, self.workspace, spec.device)
+            return HostHeadChunks(staging, spec.layout, self.arena, self.workspace, spec.device)
         if is_saved:
             with allocating(MemoryCategory.KEPT):
                 storage = torch.empty(spec.layout.numel, dtype=spec.sizes.dtype, device=spec.device)
-            return DeviceHeadMajor(storage, spec.layout)
+            return DeviceHeadChunks(storage, spec.layout)
         return self._in_workspace("out", spec)
 
-    def d_out(self, spec: HeadMajorSpec) -> HeadMajor:
+    def d_out(self, spec: HeadChunksSpec) -> HeadChunks:
         """Slots for the gradient of the attention output, [n, b, h, d]."""
         if self.policy.park:
             staging = Staging.of_d_out(spec.sizes, spec.tile_tokens)
-            return HostHeadMajor(staging, spec.layout, self.arena, self.workspace, spec.device)
+            return HostHeadChunks(staging, spec.layout, self.arena, self.workspace, spec.device)
         return self._in_workspace("d_out", spec)
 
     def save_lse(self, index: int, lse: LogSumExps, *, is_saved: bool) -> StoredLse:
@@ -166,7 +166,7 @@ class ActivationStore:
             workspace=self.workspace,
         )
 
-    def _in_workspace(self, name: str, spec: HeadMajorSpec) -> HeadMajor:
+    def _in_workspace(self, name: str, spec: HeadChunksSpec) -> HeadChunks:
         # The next layer takes the same memory.
-        storage = self.workspace.take(head_major_slots(name, spec.sizes), spec.device)
-        return DeviceHeadMajor(storage, spec.layout)
+        storage = self.workspace.take(head_chunks_buffer(name, spec.sizes), spec.device)
+        return DeviceHeadChunks(storage, spec.layout)

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_untied.context_parallel.buffer_plan import PerChunk, Staging, row_tiles
-from megatron_untied.context_parallel.exchange import DeviceHeadMajor, HeadMajor, HeadMajorLayout
+from megatron_untied.context_parallel.exchange import DeviceHeadChunks, HeadChunkLayout, HeadChunks
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host_arena import HostArena, HostSlot, prefetch
@@ -38,8 +38,8 @@ class HostRows(Rows):
         self.host_slot.release()
 
 
-class HostHeadMajor(HeadMajor):
-    """Head-major slots on the host, which pass through the device one chunk at a time.
+class HostHeadChunks(HeadChunks):
+    """Chunks of heads on the host, which pass through the device one chunk at a time.
 
     Copies are waited for by compute alone, as late as their device buffer's reuse allows.
     """
@@ -47,7 +47,7 @@ class HostHeadMajor(HeadMajor):
     def __init__(
         self,
         staging: Staging,
-        layout: HeadMajorLayout,
+        layout: HeadChunkLayout,
         arena: HostArena,
         workspace: Workspace,
         device: torch.device,
@@ -117,19 +117,19 @@ class HostHeadMajor(HeadMajor):
     def _buffer(self, buffers: PerChunk, j: int) -> Tensor:
         return self.workspace.take(buffers[j], self.device)[: self.layout.slot_numels[j]]
 
-    def _staged(self, rows: slice) -> tuple[DeviceHeadMajor, list[tuple[HostSlot, Tensor]]]:
+    def _staged(self, rows: slice) -> tuple[DeviceHeadChunks, list[tuple[HostSlot, Tensor]]]:
         """Device memory for ``rows`` of all chunks, and its parts with their slots."""
         own = self.layout
         # A layout of its own: all chunks of a few tokens, as small as a tile of the residual.
-        layout = HeadMajorLayout(own.schedule, rows.stop - rows.start, own.b, own.d)
+        layout = HeadChunkLayout(own.schedule, rows.stop - rows.start, own.b, own.d)
         storage = self.workspace.take(self.staging.tile, self.device)[: layout.numel]
-        staged, pairs = DeviceHeadMajor(storage, layout), []
+        staged, pairs = DeviceHeadChunks(storage, layout), []
         for j in range(self._num_chunks):
             pairs += self._pairs(j, staged.send_buffer(j), layout)
         return staged, pairs
 
     def _pairs(
-        self, j: int, flat: Tensor, layout: HeadMajorLayout
+        self, j: int, flat: Tensor, layout: HeadChunkLayout
     ) -> list[tuple[HostSlot, Tensor]]:
         """The slots of chunk j, each with its part of ``flat``, which is chunk j of ``layout``."""
         shapes = layout.even_blocks(j)  # [ranks, n, b, heads per rank, d] each

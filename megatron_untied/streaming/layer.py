@@ -6,8 +6,8 @@ the residual itself.
 
 Backward, with the incoming gradient G overwritten in place:
 
-1. by tiles: the backward of the MLP and the output projection; the gradient of O goes head-major
-   into slots;
+1. by tiles: the backward of the MLP and the output projection; the gradient of O goes into
+   its slots, one for each chunk of heads;
 2. by chunks of heads: the backward of attention; dQ is received in the slot that dO was sent from;
 3. by tiles: the backward of the rotation, the QKV projection and the norm, added to G.
 """
@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megatron_untied.context_parallel.exchange import HeadMajor
+from megatron_untied.context_parallel.exchange import HeadChunks
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import Attention, SavedAttention
 from megatron_untied.dtypes import accumulation_dtype
@@ -33,7 +33,7 @@ from megatron_untied.step_progress import LayerProgress
 from megatron_untied.streaming.activation_store import (
     ActivationStore,
     CheckpointGroup,
-    HeadMajorSpec,
+    HeadChunksSpec,
     StoredLse,
 )
 from megatron_untied.streaming.parking import offload_during
@@ -199,7 +199,7 @@ class _StreamedLayer(torch.autograd.Function):
 
 def attend(
     layer: UntiedTransformerLayer, x: Rows, sequence: SequenceInfo, *, is_saved: bool
-) -> tuple[HeadMajor, StoredLse]:
+) -> tuple[HeadChunks, StoredLse]:
     """Attention of all heads over the layer's input: O [n, b, h, d] and its lse. Collective.
 
     O that is not saved is valid until the next layer runs.
@@ -212,7 +212,7 @@ def attend(
     return out, store.save_lse(index, lse, is_saved=is_saved)
 
 
-def finish(layer: UntiedTransformerLayer, x: Rows, out: HeadMajor, result: Tensor) -> None:
+def finish(layer: UntiedTransformerLayer, x: Rows, out: HeadChunks, result: Tensor) -> None:
     """Output projection, residual, MLP: x [n, b, m], O [n, b, h, d] -> ``result`` [n, b, m].
 
     ``result`` may be the memory of ``x``: a tile is written after it was read.
@@ -256,8 +256,8 @@ def _after_attention_backward(
     layer: UntiedTransformerLayer,
     gradient: Tensor,
     x: Rows,
-    out: HeadMajor,
-    d_out: HeadMajor,
+    out: HeadChunks,
+    d_out: HeadChunks,
     sums: GradientSums,
 ) -> None:
     """Turn ``gradient`` [n, b, m] into that of the residual; write ``d_out`` [n, b, h, d]."""
@@ -275,7 +275,7 @@ def _before_attention_backward(
     layer: UntiedTransformerLayer,
     gradient: Tensor,
     projections: StreamedProjections,
-    d_qkv: tuple[HeadMajor, Tensor, Tensor],
+    d_qkv: tuple[HeadChunks, Tensor, Tensor],
     sums: GradientSums,
 ) -> None:
     """Add the gradient that comes through q, k, v to ``gradient`` [n, b, m].
@@ -308,10 +308,10 @@ def _projections(
 
 def _slots(
     layer: UntiedTransformerLayer, projections: StreamedProjections, attention: Attention
-) -> HeadMajorSpec:
+) -> HeadChunksSpec:
     sizes = layer.self_attention.ulysses.sizes(projections, attention)
     first = projections.tiles[0].local  # no tile is larger
-    return HeadMajorSpec(sizes, first.stop - first.start, projections.device)
+    return HeadChunksSpec(sizes, first.stop - first.start, projections.device)
 
 
 def is_ours(gradient: Tensor) -> bool:

@@ -16,12 +16,12 @@ from megatron_untied.context_parallel.buffer_plan import (
     Sizes,
     Staging,
     buffers_of,
-    head_major_slots,
+    head_chunks_buffer,
     ring_buffers,
     row_tiles,
     sum_rows,
 )
-from megatron_untied.context_parallel.exchange import HeadMajorLayout
+from megatron_untied.context_parallel.exchange import HeadChunkLayout
 from megatron_untied.dtypes import accumulation_dtype
 from megatron_untied.phases import Phase
 from megatron_untied.streaming.activation_policy import ActivationPolicy
@@ -126,7 +126,7 @@ class MemoryPlan:
             for phase in (Phase.MLP_BACKWARD, Phase.ATTENTION_BACKWARD):
                 yield phase, layer, self._take(phase, layer, held)
             # The workspace drops O and dO here, but the layer still references their slots.
-            names = [head_major_slots(x, self.sizes.attention).memory for x in ("out", "d_out")]
+            names = [head_chunks_buffer(x, self.sizes.attention).memory for x in ("out", "d_out")]
             slots = {name: held[name] for name in names if name in held}
             held.clear()
             yield Phase.QKV_BACKWARD, layer, self._take(Phase.QKV_BACKWARD, layer, held) | slots
@@ -153,12 +153,12 @@ def _taken(sizes: LayerSizes, kind: _LayerPhase) -> tuple[Buffer, ...]:
             if kind.output_on_host:
                 taken += out.recv
             elif not kind.saves_output:
-                taken.append(head_major_slots("out", attention))  # until the MLP has read it
+                taken.append(head_chunks_buffer("out", attention))  # until the MLP has read it
         case Phase.MLP_FORWARD | Phase.RECOMPUTE_MLP:
             taken += [out.tile] if kind.output_on_host else []
         case Phase.MLP_BACKWARD:
             taken += [out.tile] if kind.output_on_host else []
-            taken.append(d_out.tile if kind.park else head_major_slots("d_out", attention))
+            taken.append(d_out.tile if kind.park else head_chunks_buffer("d_out", attention))
         case Phase.ATTENTION_BACKWARD:
             plan = BackwardBuffers.plan(attention, sums_on_host=kind.park)
             taken += [*buffers_of(plan), *ring_buffers(attention)]
@@ -209,7 +209,7 @@ class _HostReplay:
                 self.inputs[member + 1] = self._residual()
         _release(self.lse.pop(layer, []))
         if self.policy.park:
-            d_output, gradient = self._head_major(), self._residual()
+            d_output, gradient = self._head_chunks(), self._residual()
             self._sum_over_chunks()
             gradient.release()
             _release(d_output)
@@ -230,7 +230,7 @@ class _HostReplay:
     def _attend(self, layer: int, *, is_saved: bool) -> list[HostSlot]:
         """The slots of the layer's attention output; those of its log-sum-exps are saved."""
         policy, attention = self.policy.layers[layer], self.sizes.attention
-        output = self._head_major() if policy.output_on_host else []
+        output = self._head_chunks() if policy.output_on_host else []
         if is_saved and policy.input_on_host:
             self.lse[layer] = [
                 self.arena.reserve(attention.lse_shape(call), accumulation_dtype(attention.dtype))
@@ -242,9 +242,9 @@ class _HostReplay:
     def _residual(self) -> HostSlot:
         return self.arena.reserve(self.sizes.residual, self.sizes.attention.dtype)
 
-    def _head_major(self) -> list[HostSlot]:
+    def _head_chunks(self) -> list[HostSlot]:
         sizes = self.sizes.attention
-        layout = HeadMajorLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
+        layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
         shapes = [shape for j in range(len(layout.counts)) for shape in layout.even_blocks(j)]
         return [self.arena.reserve(shape, sizes.dtype) for shape in shapes]
 

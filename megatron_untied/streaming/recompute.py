@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_untied.context_parallel.exchange import HeadMajor
+from megatron_untied.context_parallel.exchange import HeadChunks
 from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.streaming.activation_store import (
     ActivationStore,
@@ -20,8 +20,8 @@ from megatron_untied.streaming.rows import Rows
 def recompute(
     group: CheckpointGroup,
     store: ActivationStore,
-    attend: Callable[..., tuple[HeadMajor, StoredLse]],
-    finish: Callable[[nn.Module, Rows, HeadMajor, Tensor], None],
+    attend: Callable[..., tuple[HeadChunks, StoredLse]],
+    finish: Callable[[nn.Module, Rows, HeadChunks, Tensor], None],
 ) -> SavedLayer:
     """Pop the last layer left in ``group``, complete; the caller releases its x and O.
 

@@ -18,8 +18,9 @@ from megatron_untied.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from tests.distributed import RankFailure, run_on_ranks
-from tests.small_run import Split, gather_state, small_run
+from tests.support.optimizer_run import Split, small_run
+from tests.support.ranks import RankFailure, run_on_ranks
+from tests.support.whole_model import gather_state
 
 REMOVALS = {"os.rmdir", "os.remove"}
 EVENTS = {"open", "os.rename", "os.mkdir"} | REMOVALS

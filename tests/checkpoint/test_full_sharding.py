@@ -5,11 +5,11 @@ import torch
 
 from megatron_untied.checkpoint import load_checkpoint
 from megatron_untied.training.metrics import read_metrics
-from tests.distributed import run_on_ranks
-from tests.sharding.fsdp2_flags import CONTEXT, FULL, TENSOR, UNEVEN
-from tests.small_run import gather_state
-from tests.training.command_line import tiny_config
-from tests.training.tiny_run import train, train_state_on
+from tests.support.command_line import tiny_config
+from tests.support.fsdp2_flags import CONTEXT, FULL, TENSOR, UNEVEN
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import train, train_state_on
+from tests.support.whole_model import gather_state
 
 DISTRIBUTED = {"use_distributed_optimizer": True}
 MODEL = UNEVEN | {"qk_layernorm": True, "add_qkv_bias": True}

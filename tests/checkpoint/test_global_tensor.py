@@ -10,8 +10,8 @@ from megatron_untied.checkpoint.global_tensor import (
     write_tensors,
 )
 from megatron_untied.sharding.parameter_layout import GlobalSlice
-from tests.distributed import run_on_ranks
-from tests.small_run import part_of
+from tests.support.ranks import run_on_ranks
+from tests.support.whole_model import part_of
 
 WHOLE = torch.arange(7 * 5.0).view(7, 5)
 

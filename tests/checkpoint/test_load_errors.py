@@ -18,8 +18,9 @@ from megatron_untied.checkpoint import (
 from megatron_untied.checkpoint.compatibility import CHANGEABLE, STRUCTURE
 from megatron_untied.config import ModelConfig, RotaryConfig
 from tests.checkpoint.warnings import recorded_warnings
-from tests.distributed import run_on_ranks
-from tests.small_run import MODEL, Split, gather_state, small_run
+from tests.support.optimizer_run import MODEL, Split, small_run
+from tests.support.ranks import run_on_ranks
+from tests.support.whole_model import gather_state
 
 
 def train_and_save(group, path):

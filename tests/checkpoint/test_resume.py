@@ -19,8 +19,9 @@ from megatron_untied.checkpoint import (
     save_checkpoint,
 )
 from megatron_untied.checkpoint.random_state import seed_generators
-from tests.distributed import run_on_ranks
-from tests.small_run import MODEL, Split, gather_parameters, gather_state, small_run
+from tests.support.optimizer_run import MODEL, Split, small_run
+from tests.support.ranks import run_on_ranks
+from tests.support.whole_model import gather_parameters, gather_state
 
 
 def train(run, iterations):

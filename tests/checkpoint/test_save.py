@@ -20,8 +20,9 @@ from megatron_untied.checkpoint.provenance import read_provenance
 from megatron_untied.config import RotaryConfig
 from megatron_untied.sharding.shards import ModelShards
 from tests.checkpoint.warnings import recorded_warnings
-from tests.distributed import run_on_ranks
-from tests.small_run import MODEL, Split, gather_parameters, gather_state, small_run
+from tests.support.optimizer_run import MODEL, Split, small_run
+from tests.support.ranks import run_on_ranks
+from tests.support.whole_model import gather_parameters, gather_state
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from megatron_untied.checkpoint import CheckpointConfig, Progress, Provenance, S
 from megatron_untied.checkpoint import directory as disk
 from megatron_untied.checkpoint.run_config import write_run_config
 from megatron_untied.checkpoint.state import StoredState
-from tests.small_run import MODEL
+from tests.support.optimizer_run import MODEL
 
 SAMPLES = Samples(order={"--seed": 1, "--seq-length": 64}, content={"--eod-mask-loss": False})
 

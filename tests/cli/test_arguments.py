@@ -11,8 +11,8 @@ from megatron_untied.cli.derived import rotary_config
 from megatron_untied.cli.flags import FLAGS, NOT_YET
 from megatron_untied.cli.planner_flags import parse_plan_request
 from megatron_untied.config import RotaryConfig
-from tests.small_run import MODEL
-from tests.training.command_line import command_line, tiny_config
+from tests.support.command_line import command_line, tiny_config
+from tests.support.optimizer_run import MODEL
 
 
 def rejects(message: str):

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.cli.flags import FLAGS, SWITCHES
-from tests.training.command_line import command_line
+from tests.support.command_line import command_line
 
 EXTREME = ("0", "-1", "nan", "inf", "-inf", "", " ", "1e300", "1" + 30 * "0")
 

@@ -11,7 +11,7 @@ from megatron_untied.config.flag_names import (
     flag_of,
     value_name,
 )
-from tests.training.command_line import tiny_config
+from tests.support.command_line import tiny_config
 
 NAMES = {
     options.get("dest", value_name(name)): name

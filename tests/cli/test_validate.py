@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from tests.training.command_line import tiny_config
+from tests.support.command_line import tiny_config
 
 
 @pytest.mark.parametrize(

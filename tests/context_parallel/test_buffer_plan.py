@@ -10,7 +10,7 @@ from megatron_untied.context_parallel.buffer_plan import (
     Sizes,
     Staging,
     buffers_of,
-    head_major_slots,
+    head_chunks_buffer,
     ring_buffers,
 )
 from megatron_untied.context_parallel.head_schedule import head_schedule, legal_heads_per_chunk
@@ -22,7 +22,7 @@ from megatron_untied.context_parallel.ulysses import LocalAttention, UntiedUlyss
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.rope import RotaryTable
 from tests.context_parallel.test_ring import groups_of
-from tests.distributed import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 HEADS = ((8, 8), (8, 2), (28, 4), (12, 3), (3, 1))
 N, B, D = 6, 2, 4
@@ -34,7 +34,7 @@ def planned_bytes(sizes: Sizes) -> int:
         *buffers_of(ForwardBuffers.plan(sizes)),
         *buffers_of(BackwardBuffers.plan(sizes)),
         *ring_buffers(sizes),
-        *(head_major_slots(name, sizes) for name in ("out", "d_out")),
+        *(head_chunks_buffer(name, sizes) for name in ("out", "d_out")),
     ]
     largest = {}
     for each in buffers:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megatron_untied.context_parallel.exchange import HeadExchange, blocks
-from tests.distributed import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 
 def check_element_identity(group, n, b, d, heads):

@@ -15,10 +15,9 @@ from megatron_untied.context_parallel.sequence import SequenceLayout, ring_block
 from megatron_untied.context_parallel.ulysses import UntiedUlysses
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.rope import RotaryTable
-from tests.context_parallel import reference
-from tests.context_parallel.kernels import plain
-from tests.distributed import run_on_ranks
-from tests.models import TINY, batch, make_model, parallel_groups
+from tests.support import plain_attention
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import TINY, batch, make_model, parallel_groups
 
 D = 4
 SCALE = 0.4
@@ -86,8 +85,8 @@ class Case:
         self.inputs, self.d_out = (q, k, v), d_out
         self.mask = Mask(segments=documents(s) if packed else None, scale=SCALE)
         leaves = [x.double().clone().requires_grad_() for x in self.inputs]
-        rotate = reference.rotate if rotated else torch.clone
-        out, _ = plain.attention(*map(rotate, leaves[:2]), leaves[2], self.mask, SCALE)
+        rotate = plain_attention.rotate if rotated else torch.clone
+        out, _ = plain_attention.attention(*map(rotate, leaves[:2]), leaves[2], self.mask, SCALE)
         self.expected = [out.detach(), *torch.autograd.grad(out, leaves, d_out.double())]
 
     def shard(self, layout) -> Qkv:

@@ -11,9 +11,9 @@ from megatron_untied.config import ParallelConfig, Precision
 from megatron_untied.context_parallel.head_schedule import legal_heads_per_chunk
 from megatron_untied.context_parallel.kernels import CpuFlash
 from megatron_untied.model import attention_context, layer_submodules, transformer_config
-from tests.context_parallel import reference
-from tests.distributed import rank_shard, run_on_ranks
-from tests.models import parallel_groups, tiny
+from tests.support import plain_attention
+from tests.support.ranks import rank_shard, run_on_ranks
+from tests.support.tiny_model import parallel_groups, tiny
 
 # Rotary tables are stored in fp32, so q and k carry a relative error of 6e-8 against float64.
 TOLERANCE = 1e-6
@@ -43,7 +43,7 @@ def reference_module(x, weights, config):
         torch.nn.functional.rms_norm(y, (d,), weights[f"{kind}_layernorm.weight"], 1e-5)
         for kind, y in (("q", q), ("k", k))
     )
-    out = reference.attention(reference.rotate(q), reference.rotate(k), v)
+    out = plain_attention.causal_attention(plain_attention.rotate(q), plain_attention.rotate(k), v)
     return out.flatten(2) @ weights["linear_proj.weight"].T
 
 

@@ -11,9 +11,8 @@ from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.context_parallel.ulysses import LocalAttention, UntiedUlysses
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.rope import RotaryTable
-from tests.context_parallel import reference
-from tests.context_parallel.kernels import plain
-from tests.distributed import rank_shard, run_on_ranks
+from tests.support import plain_attention
+from tests.support.ranks import rank_shard, run_on_ranks
 
 D = 8
 # Rotary tables are stored in fp32, so q and k carry a relative error of 6e-8 against float64.
@@ -32,7 +31,9 @@ def check_against_reference(group, h, g, n, b, overlap, mask):
     q, k, v, d_out = (torch.randn(p * n, b, heads, D).double() for heads in (h, g, g, h))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     mask, scale = mask(p * n), D**-0.5
-    expected, _ = plain.attention(*map(reference.rotate, leaves[:2]), leaves[2], mask, scale)
+    expected, _ = plain_attention.attention(
+        *map(plain_attention.rotate, leaves[:2]), leaves[2], mask, scale
+    )
     gradients = torch.autograd.grad(expected, leaves, d_out)
 
     attention = LocalAttention(CpuFlash(), mask)
@@ -74,7 +75,7 @@ def check_rounding_does_not_grow(group):
     shapes = [(p * n, 1, heads, D) for heads in (h, g, g, h)]
     q, k, v, d_out = (torch.randn(x, generator=generator).bfloat16() for x in shapes)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    expected = reference.attention(*map(reference.rotate, leaves[:2]), leaves[2])
+    expected = plain_attention.causal_attention(*map(plain_attention.rotate, leaves[:2]), leaves[2])
     gradients = torch.autograd.grad(expected, leaves, d_out.double())
     positions = SequenceLayout(num_ulysses=p, rank=group.rank()).positions(n)
     rotary = RotaryTable(RotaryConfig(), D).at(positions)

@@ -8,8 +8,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron_untied.config.data import DataConfig
 from megatron_untied.data.datasets import build_datasets
 from megatron_untied.data.tokenizers import build_tokenizer
-from tests.data.corpus import random_documents, write_token_files
-from tests.distributed import run_on_ranks
+from tests.support.corpus import random_documents, write_token_files
+from tests.support.ranks import run_on_ranks
 
 SEQ_LENGTH = 37
 TOKENIZER = build_tokenizer("NullTokenizer", vocab_size=100)

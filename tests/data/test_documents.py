@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from megatron_untied.data.documents import find_files, read_documents
-from tests.data.corpus import NASTY_TEXTS, write_jsonl
+from tests.support.corpus import NASTY_TEXTS, write_jsonl
 
 
 def read(inputs, keys=("text",)):

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megatron_untied.data.sample_order import sample_indices, samples_per_epoch
-from tests.data.corpus import random_documents, write_token_files
 from tests.data.test_datasets import TOKENIZER, build, equal
+from tests.support.corpus import random_documents, write_token_files
 
 LENGTHS = np.random.RandomState(0).randint(1, 60, size=40).astype(np.int32)
 DOCUMENTS = np.arange(5, 35, dtype=np.int32)

@@ -11,9 +11,9 @@ from megatron_untied.config.data import DataConfig
 from megatron_untied.data import packed_documents
 from megatron_untied.data.datasets import build_datasets
 from megatron_untied.data.index_cache import cached_arrays
-from tests.data.corpus import random_documents, write_token_files
 from tests.data.test_datasets import SEQ_LENGTH, TOKENIZER
-from tests.distributed import run_on_ranks
+from tests.support.corpus import random_documents, write_token_files
+from tests.support.ranks import run_on_ranks
 
 
 def built_on(group, data_paths, caches, local_ranks=(0, 0), seq_length=SEQ_LENGTH) -> tuple:

@@ -6,7 +6,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_untied.data.indexed_files import open_indexed_files
-from tests.data.corpus import write_token_files
+from tests.support.corpus import write_token_files
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6]]
 

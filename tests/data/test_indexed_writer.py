@@ -7,7 +7,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_untied.data.indexed_writer import IndexedWriter
-from tests.data.corpus import write_token_files
+from tests.support.corpus import write_token_files
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])

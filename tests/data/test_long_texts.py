@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_untied.data import long_texts
 from megatron_untied.data.long_texts import parts_encoder
 from megatron_untied.data.tokenizers import build_tokenizer
-from tests.data.corpus import NASTY_TEXTS
+from tests.support.corpus import NASTY_TEXTS
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

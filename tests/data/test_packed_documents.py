@@ -8,8 +8,8 @@ import torch
 
 from megatron_untied.data import indexed_files
 from megatron_untied.data.loader import micro_batches
-from tests.data.corpus import write_token_files
 from tests.data.test_datasets import SEQ_LENGTH, TOKENIZER, build
+from tests.support.corpus import write_token_files
 
 EOD = TOKENIZER.eod
 RESET = {"reset_position_ids": True}

@@ -10,7 +10,7 @@ from megatron_untied.data.indexed_files import open_indexed_files
 from megatron_untied.data.indexed_writer import IndexedWriter
 from megatron_untied.data.provenance import Provenance, check_provenance, read_provenance
 from megatron_untied.data.tokenizers import build_tokenizer, tokenizer_hash
-from tests.data.corpus import write_token_files
+from tests.support.corpus import write_token_files
 
 
 def provenance_of(tokenizer, **flags):

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_untied.config.data import DataConfig
 from megatron_untied.data.sample_order import describe_samples
-from tests.data.corpus import random_documents, write_token_files
+from tests.support.corpus import random_documents, write_token_files
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_untied.data import indexed_files
 from megatron_untied.data.indexed_files import dataset_statistics, entropy, open_indexed_files
-from tests.data.corpus import write_token_files
+from tests.support.corpus import write_token_files
 
 
 def test_entropy_of_known_distributions():

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_untied.data import tokenizers
 from megatron_untied.data.tokenizers import build_tokenizer, tokenizer_hash
-from tests.data.corpus import NASTY_TEXTS
+from tests.support.corpus import NASTY_TEXTS
 
 
 @pytest.fixture(scope="module")

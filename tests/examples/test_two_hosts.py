@@ -11,9 +11,9 @@ import pytest
 import pretrain_gpt
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.training.loop import pretrain
-from tests.distributed import run_on_ranks
 from tests.examples.launching import EXAMPLES, TINY, finish, free_port, start, torchrun_command
-from tests.training.tiny_run import launch_of
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import launch_of
 
 LAUNCHER = EXAMPLES / "pretrain_8b_5m.sh"
 

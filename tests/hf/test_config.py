@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from megatron_untied.config import ModelConfig, RotaryConfig
 from megatron_untied.hf.config import model_config_from_hf, model_config_to_hf
 from megatron_untied.rope import rotary_frequencies
-from tests.hf.families import FAMILIES
+from tests.support.hf_models import FAMILIES
 
 # As their publishers' config.json files say it, with transformers 4.
 COMMON = {"torch_dtype": "bfloat16", "use_cache": True, "transformers_version": "4.43.0",

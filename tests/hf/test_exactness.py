@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.distributed import run_on_ranks
-from tests.hf.conversion import convert, logits_and_loss
-from tests.hf.families import FAMILIES, VOCAB_SIZE, save_model
+from tests.support.hf_conversion import convert, logits_and_loss
+from tests.support.hf_models import FAMILIES, VOCAB_SIZE, save_model
+from tests.support.ranks import run_on_ranks
 
 SPLITS = {
     "1": (1, {}),

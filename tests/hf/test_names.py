@@ -9,8 +9,8 @@ from megatron_untied.config import ModelConfig
 from megatron_untied.hf.names import check_tensors, hf_layouts, qkv_rows
 from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.sharding.tensor_slice import TensorSlice
-from tests.distributed import run_on_ranks
-from tests.models import make_model
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import make_model
 
 H, G, D, M, F = 28, 4, 6, 20, 9
 MODEL = ModelConfig(

@@ -12,10 +12,10 @@ from megatron_untied.checkpoint import Progress
 from megatron_untied.hf.safetensors_folder import SafetensorsFolder
 from megatron_untied.training.loop import pretrain
 from megatron_untied.training.metrics import read_metrics
-from tests.distributed import run_on_ranks
-from tests.hf.conversion import config_of, convert, convert_back
-from tests.hf.families import save_model
-from tests.training.tiny_run import launch_of
+from tests.support.hf_conversion import config_of, convert, convert_back
+from tests.support.hf_models import save_model
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import launch_of
 
 EVALUATION = {"eval_iters": 1, "seq_length": 32, "micro_batch_size": 2, "global_batch_size": 4}
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_untied.gpt_model import deferred
 from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
 from megatron_untied.norms import RMSNorm
-from tests.distributed import rank_shard, run_on_ranks
+from tests.support.ranks import rank_shard, run_on_ranks
 
 VOCABULARY = 251
 # bf16: logits and what enters the products have 8 bits, so softmax is off by 2^-9 of the logits.

@@ -18,9 +18,9 @@ from megatron_untied.config import MemoryConfig, ParallelConfig, Precision, Rota
 from megatron_untied.megatron_lm import untied_layer_spec
 from megatron_untied.megatron_lm.limits import check_config
 from megatron_untied.model import layer_submodules
-from tests.distributed import run_on_ranks
 from tests.megatron_lm.stock import named, stock_config, stock_model
-from tests.models import parallel_groups, tiny
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import parallel_groups, tiny
 
 SPECS = ("untied_spec", "streamed_spec")
 

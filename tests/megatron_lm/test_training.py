@@ -12,10 +12,10 @@ from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import initialize
 from megatron_untied.training.state import build_train_state
 from megatron_untied.training.step import train_step
-from tests.distributed import run_on_ranks
 from tests.megatron_lm.stock import named, stock_config, stock_model, train
-from tests.training.command_line import tiny_config
-from tests.training.tiny_run import launch_of
+from tests.support.command_line import tiny_config
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import launch_of
 
 # No vocabulary padding: Megatron-LM's loss counts it in. NullTokenizer adds one token.
 FLAGS = {"vocab_size": 255, "make_vocab_size_divisible_by": 8, "train_iters": 3,

@@ -15,7 +15,7 @@ from megatron_untied.context_parallel.kernels import (
 from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.megatron_lm.zigzag import ZigzagReorder, megatron_blocks
-from tests.distributed import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 SHAPES = {"q": 4, "k": 2, "v": 2, "d_out": 4}
 """Heads of each tensor."""

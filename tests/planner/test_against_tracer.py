@@ -18,7 +18,7 @@ from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.weights import ShardedWeights
 from megatron_untied.streaming.memory_plan import MemoryPlan
 from megatron_untied.tracing.step import StepTrace, trace_step
-from tests.planner.planned import machine, run_config
+from tests.support.planning import machine, run_config
 
 COMMON = (
     "--model llama3-8b --num-layers 4 --seq-length 131072 --bf16 --context-parallel-size 8 "

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.search import candidates, choose, describe, is_automatic
-from tests.distributed import run_on_ranks
-from tests.planner.planned import machine, run_config
-from tests.training.tiny_run import train
+from tests.support.planning import machine, run_config
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import train
 
 LONG = (
     "--model llama3-8b --seq-length 1048576 --context-parallel-size 8 --bf16 --use-torch-fsdp2 "

@@ -8,7 +8,7 @@ from megatron_untied.planner.baselines import (
     untied_as_published,
 )
 from megatron_untied.planner.machine import GIB
-from tests.planner.planned import run_config
+from tests.support.planning import run_config
 
 M = 1 << 20
 

@@ -13,8 +13,8 @@ from megatron_untied.planner.buffer_table import (
     shared_memories,
 )
 from megatron_untied.planner.plan import Plan
-from tests.planner.planned import machine, run_config
 from tests.planner.test_against_tracer import FAST
+from tests.support.planning import machine, run_config
 
 
 def buffer(name, numel, memory=None, because=""):

@@ -10,10 +10,10 @@ import pytest
 from megatron_untied.checkpoint import Progress, save_checkpoint
 from megatron_untied.planner.disk import Disk
 from megatron_untied.planner.weights import num_parameters
-from tests.distributed import run_on_ranks
-from tests.planner.planned import run_config
-from tests.training.command_line import tiny_config
-from tests.training.tiny_run import train, train_state_on
+from tests.support.command_line import tiny_config
+from tests.support.planning import run_config
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import train, train_state_on
 
 WIDE = {"hidden_size": 192, "ffn_hidden_size": 384, "num_layers": 3}
 LONG = "--model llama3-8b --seq-length 4096 --train-iters 1000"

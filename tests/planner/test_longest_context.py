@@ -18,7 +18,7 @@ from megatron_untied.planner.longest_context import (
     longest_context,
 )
 from megatron_untied.planner.plan import Plan, fits, length_step, longest
-from tests.planner.planned import machine, run_config
+from tests.support.planning import machine, run_config
 
 SMALL = (
     "--num-layers 3 --hidden-size 512 --num-attention-heads 4 --swiglu --disable-bias-linear "

@@ -8,8 +8,8 @@ from megatron_untied.planner.machine import GIB, read_gpus
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.report import as_json, headline
 from megatron_untied.platform import device
-from tests.distributed import run_on_ranks
-from tests.planner.planned import run_config
+from tests.support.planning import run_config
+from tests.support.ranks import run_on_ranks
 
 MINE = (
     "--gpu rtx-6000 --gpu-memory-gib 96 --gpu-tflops 503 --gpu-bandwidth-gb-per-second 1792 "

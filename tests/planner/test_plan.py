@@ -11,8 +11,8 @@ from megatron_untied.planner.plan import Plan, longest
 from megatron_untied.planner.search import search
 from megatron_untied.planner.weights import num_parameters, parameter_units
 from megatron_untied.presets import preset_names, read_preset
-from tests.models import make_model, tiny
-from tests.planner.planned import machine, run_config
+from tests.support.planning import machine, run_config
+from tests.support.tiny_model import make_model, tiny
 
 LONG = (
     "--model llama3-8b --seq-length 1048576 --context-parallel-size 8 --bf16 --use-torch-fsdp2 "
@@ -41,7 +41,7 @@ def test_parameters_of_published_models(name):
     ],
 )
 def test_shapes_are_those_of_the_built_model(changes):
-    from tests.distributed import run_on_ranks
+    from tests.support.ranks import run_on_ranks
 
     config = tiny(**changes)
     built = run_on_ranks(shapes_of_model, 1, config)[0]

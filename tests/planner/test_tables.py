@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.report import print_plan, print_table
-from tests.planner.planned import machine, run_config
+from tests.support.planning import machine, run_config
 
 LONG = (
     "--model llama3-8b --seq-length 5242880 --context-parallel-size 8 --bf16 --use-torch-fsdp2 "

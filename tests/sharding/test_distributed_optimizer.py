@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from megatron_untied.sharding.zero1 import OptimizerShards
-from tests.distributed import run_on_ranks
-from tests.small_run import Split, gather_parameters, gather_state, small_run
+from tests.support.optimizer_run import Split, small_run
+from tests.support.ranks import run_on_ranks
+from tests.support.whole_model import gather_parameters, gather_state
 
 
 def shards_of_a_run(group, split):

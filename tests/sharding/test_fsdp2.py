@@ -6,8 +6,7 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megatron_untied.training.metrics import read_metrics
-from tests.distributed import run_on_ranks
-from tests.sharding.fsdp2_flags import (
+from tests.support.fsdp2_flags import (
     CONTEXT,
     DOCUMENTS,
     FULL,
@@ -20,8 +19,9 @@ from tests.sharding.fsdp2_flags import (
     VECTORS,
     layers,
 )
-from tests.training.tiny_run import batch_of, train, train_state_on
-from tests.training.whole_model import gather_state
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import batch_of, train, train_state_on
+from tests.support.whole_model import gather_state
 
 AWKWARD = VECTORS | UNEVEN
 

@@ -13,17 +13,17 @@ from megatron_untied.streaming import layer as streamed
 from megatron_untied.training.initialize import initialize
 from megatron_untied.training.state import build_train_state
 from megatron_untied.training.step import train_step
-from tests.distributed import run_on_ranks
-from tests.sharding.fsdp2_flags import (
+from tests.support.command_line import tiny_config
+from tests.support.fsdp2_flags import (
     CONTEXT,
     FULL,
     PARKED,
     TIED,
     layers,
 )
-from tests.training.command_line import tiny_config
-from tests.training.tiny_run import batch_of, launch_of
-from tests.training.whole_model import gather_gradients, gather_state
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import batch_of, launch_of
+from tests.support.whole_model import gather_gradients, gather_state
 
 LAYERS = [f"decoder.layers.{index}.input_layernorm.weight" for index in range(5)]
 EMBEDDING, NORM = "embedding.word_embeddings.weight", "decoder.final_layernorm.weight"

@@ -11,8 +11,9 @@ from megatron_untied.sharding.parameter_layout import (
     parameter_layout,
     parameter_layouts,
 )
-from tests.distributed import run_on_ranks
-from tests.small_run import MODEL, Split, build_model, gather_parameters, make_groups
+from tests.support.optimizer_run import MODEL, Split, build_model, make_groups
+from tests.support.ranks import run_on_ranks
+from tests.support.whole_model import gather_parameters
 
 BIASED = dataclasses.replace(MODEL, add_bias_linear=True, normalization="LayerNorm")
 

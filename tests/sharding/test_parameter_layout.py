@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from megatron_untied.sharding.parameter_layout import parameter_layout, parameter_layouts
 from megatron_untied.sharding.tensor_slice import TensorSlice, slices_of_flat_range
-from tests.distributed import run_on_ranks
-from tests.small_run import MODEL, Split, build_model, gather_parameters, make_groups, part_of
+from tests.support.optimizer_run import MODEL, Split, build_model, make_groups
+from tests.support.ranks import run_on_ranks
+from tests.support.whole_model import gather_parameters, part_of
 
 
 def split_like_megatron(whole, tp_size, *, dim, stride):

@@ -10,9 +10,9 @@ from megatron_untied.sharding.zero1 import build_scheduler
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import initialize
 from megatron_untied.training.state import build_train_state
-from tests.distributed import run_on_ranks
-from tests.training.command_line import tiny_config
-from tests.training.tiny_run import launch_of, train_state_on
+from tests.support.command_line import tiny_config
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import launch_of, train_state_on
 
 
 def learning_rates(**flags) -> list[float]:

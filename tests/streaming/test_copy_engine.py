@@ -160,7 +160,7 @@ def test_synchronize_runs_what_is_queued():
 
 
 def test_strided_tensors_are_copied_in_contiguous_pieces():
-    host = torch.arange(2 * 3 * 5 * 4.0).view(2, 3, 5, 4)  # head-major: a tile is a slice of dim 2
+    host = torch.arange(2 * 3 * 5 * 4.0).view(2, 3, 5, 4)  # a tile is a slice of dimension 2
     tile = torch.empty(2, 3, 2, 4)
     pieces = list(contiguous_pieces(host[:, :, 1:3], tile))
     assert [a.numel() for a, b in pieces] == [8] * 6

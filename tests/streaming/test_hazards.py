@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_untied.config import MemoryConfig
-from tests.distributed import run_on_ranks
-from tests.models import batch, make_model, tiny
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import batch, make_model, tiny
 
 SELECTIVE = MemoryConfig(recompute_granularity="selective", sequence_tile_size=5)
 GROUPS = MemoryConfig(

@@ -206,7 +206,7 @@ def test_more_than_two_to_the_31_elements():
 
 
 @ARENAS
-def test_tiles_of_a_head_major_tensor(make_arena):
+def test_tiles_of_a_tensor_stored_by_chunks_of_heads(make_arena):
     attention_output = torch.randn(4, 2, 7, 1, 3)  # [chunk, p, n, b, d]
     slot = make_arena().reserve(attention_output.shape, torch.float32)
     for chunk in range(4):

@@ -7,9 +7,9 @@ from megatron_untied.config import MemoryConfig, ParallelConfig
 from megatron_untied.streaming.copy_engine import CopyEngine
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.streaming.host_memory import allocate_pageable
-from tests.distributed import run_on_ranks
-from tests.models import batch, make_model, parallel_groups, tiny
 from tests.streaming.simulated_streams import LateStreams
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import batch, make_model, parallel_groups, tiny
 
 # The same sums in another order, in fp32: tiles instead of whole matrices.
 TOLERANCE = 5e-6

@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2TokenizerFast
 
 from megatron_untied.commands import compare_hf
-from tests.hf.families import save_model
+from tests.support.hf_models import save_model
 
 
 def compare(folder, *flags: str) -> int:

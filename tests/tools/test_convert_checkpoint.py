@@ -6,9 +6,9 @@ from transformers import AutoTokenizer, Qwen2TokenizerFast
 
 from megatron_untied.commands import convert
 from megatron_untied.data.tokenizers import build_tokenizer
-from tests.hf.conversion import config_of
-from tests.hf.families import VOCAB_SIZE, save_model
 from tests.hf.test_conversion import assert_same, tensors
+from tests.support.hf_conversion import config_of
+from tests.support.hf_models import VOCAB_SIZE, save_model
 
 
 @pytest.fixture(scope="module")

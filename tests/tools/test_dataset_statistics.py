@@ -3,7 +3,7 @@ import json
 import pytest
 
 from megatron_untied.commands import statistics
-from tests.data.corpus import write_token_files
+from tests.support.corpus import write_token_files
 
 
 def test_prints_for_readers_and_for_programs(tmp_path, capsys):

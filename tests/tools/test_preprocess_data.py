@@ -16,7 +16,7 @@ from megatron_untied.data.indexed_files import open_indexed_files
 from megatron_untied.data.indexed_writer import IndexedWriter
 from megatron_untied.data.provenance import Provenance, read_provenance
 from megatron_untied.data.tokenizers import build_tokenizer, tokenizer_hash
-from tests.data.corpus import NASTY_TEXTS, write_jsonl
+from tests.support.corpus import NASTY_TEXTS, write_jsonl
 
 
 @pytest.fixture

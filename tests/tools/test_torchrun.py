@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.command_line import command_line
+from tests.support.command_line import command_line
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run")

@@ -4,7 +4,7 @@ import pytest
 import sentencepiece
 
 from megatron_untied.commands import train_tokenizer
-from tests.data.corpus import NASTY_TEXTS, write_jsonl
+from tests.support.corpus import NASTY_TEXTS, write_jsonl
 
 TEXTS = [*NASTY_TEXTS, "def f(x):\n        return x + 2 * y\n" * 30]
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.tracing.fake_collectives import borrow, call_with_borrowed_memory
 from megatron_untied.tracing.live_bytes import LiveBytes
-from tests.distributed import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 
 def test_a_borrowed_tensor_is_the_same_memory_and_does_not_keep_it():

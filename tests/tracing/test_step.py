@@ -5,8 +5,8 @@ import pytest
 from megatron_untied.phases import Phase
 from megatron_untied.tracing.step import StepTracer
 from megatron_untied.training.initialize import make_groups
-from tests.distributed import run_on_ranks
-from tests.tracing.traced import config_of, trace_all
+from tests.support.ranks import run_on_ranks
+from tests.support.traces import config_of, trace_all
 
 STREAMED = "--context-parallel-size 2 --cp-heads-per-chunk 2 --sequence-tile-size 100 "
 CASES = {

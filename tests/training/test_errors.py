@@ -10,7 +10,7 @@ import pytest
 from megatron_untied.training.errors import print_error_once
 from megatron_untied.training.initialize import UserError, read_launch
 from megatron_untied.training.rendezvous import open_store
-from tests.launched import launch
+from tests.support.launch import launch
 
 
 def fail_with(rank: int, messages: dict[int, str]) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_untied.config.run import LoopConfig
 from megatron_untied.step_progress import StepPosition
 from megatron_untied.training.exits import EarlyExit, SignalWatch, what_follows
-from tests.distributed import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 
 def reasons(group, iterations: list[int], **limits) -> list[str | None]:

@@ -7,9 +7,9 @@ from megatron_untied.training.initialize import (
     initialize,
     read_launch,
 )
-from tests.distributed import run_on_ranks
-from tests.training.command_line import tiny_config
-from tests.training.tiny_run import launch_of
+from tests.support.command_line import tiny_config
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import launch_of
 
 
 def test_reads_what_torchrun_says(monkeypatch):

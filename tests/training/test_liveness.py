@@ -16,8 +16,8 @@ from megatron_untied.training.liveness import (
     heartbeat_line,
     is_failed_collective,
 )
-from tests.launched import launch
-from tests.training.command_line import command_line
+from tests.support.command_line import command_line
+from tests.support.launch import launch
 
 
 def heartbeat(said: list[str], *, every: float, store=None, rank=0, world_size=1) -> Heartbeat:

@@ -10,11 +10,11 @@ from megatron_untied.checkpoint.provenance import read_provenance
 from megatron_untied.data import indexed_files
 from megatron_untied.training.loop import pretrain
 from megatron_untied.training.metrics import read_metrics
-from tests.data.corpus import random_documents, write_token_files
-from tests.distributed import RankFailure, run_on_ranks
-from tests.launched import launch
-from tests.training.command_line import command_line, tiny_config
-from tests.training.tiny_run import launch_of, train
+from tests.support.command_line import command_line, tiny_config
+from tests.support.corpus import random_documents, write_token_files
+from tests.support.launch import launch
+from tests.support.ranks import RankFailure, run_on_ranks
+from tests.support.tiny_run import launch_of, train
 
 
 def run(world_size: int, path, **flags) -> list[dict]:

@@ -6,9 +6,9 @@ A generated design has every pair of values of the memory features; the full pro
 import pytest
 
 from megatron_untied.training.metrics import read_metrics
-from tests.all_pairs import all_pairs, product, values_of
-from tests.distributed import run_on_ranks
-from tests.training.tiny_run import train
+from tests.support.pairs import all_pairs, product, values_of
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import train
 
 LAYERS = 4
 FACTORS = {

@@ -7,9 +7,9 @@ relative after ten steps of Adam, which turns rounding of tiny gradients into wh
 import pytest
 
 from megatron_untied.training.metrics import read_metrics
-from tests.data.corpus import random_documents, write_token_files
-from tests.distributed import run_on_ranks
-from tests.training.tiny_run import train
+from tests.support.corpus import random_documents, write_token_files
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import train
 
 TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}

@@ -13,8 +13,8 @@ from megatron_untied.training.rendezvous import (
     open_store,
     require_same_config,
 )
-from tests.launched import launch
-from tests.training.command_line import command_line, tiny_config
+from tests.support.command_line import command_line, tiny_config
+from tests.support.launch import launch
 
 
 def main_with(rank: int, flags: dict[int, dict]) -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megatron_untied.training.exits import SignalWatch
-from tests.launched import launch
-from tests.training.command_line import command_line
+from tests.support.command_line import command_line
+from tests.support.launch import launch
 
 
 def signal_soon(number: int) -> None:

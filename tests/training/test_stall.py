@@ -8,8 +8,8 @@ import pretrain_gpt
 from megatron_untied.phases import Phase
 from megatron_untied.training.initialize import read_launch
 from megatron_untied.training.loop import pretrain
-from tests.launched import launch
-from tests.training.command_line import tiny_config
+from tests.support.command_line import tiny_config
+from tests.support.launch import launch
 
 TIMEOUT_MINUTES = 0.2  # longer than a busy machine lets a rank wait for its turn
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pretrain_gpt
 from megatron_untied.training.reporting import Reporter
-from tests.launched import launch
-from tests.training.command_line import command_line
+from tests.support.command_line import command_line
+from tests.support.launch import launch
 
 FLAGS = {
     "seq_length": 256,

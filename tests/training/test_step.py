@@ -13,8 +13,8 @@ from megatron_untied.training.step import (
     require_finite,
     train_step,
 )
-from tests.distributed import run_on_ranks
-from tests.training.tiny_run import train_state_on
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import train_state_on
 
 
 def random_batch(num_samples: int, *, seed: int, valid: float) -> Batch:

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_untied.checkpoint import Progress
 from megatron_untied.training.reporting import RunSummary
-from tests.training.command_line import tiny_config
+from tests.support.command_line import tiny_config
 
 
 def test_tells_losses_tokens_speed_and_where_everything_is():

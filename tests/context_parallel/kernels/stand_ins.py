@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_untied.context_parallel.kernels import Mask, Segments
-from tests.context_parallel.kernels import plain
+from tests.support import plain_attention
 
 
 class Attention:
@@ -27,7 +27,9 @@ class Attention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Out in q's layout; log-sum-exp [b, h, s] or [h, tokens]."""
-        out, lse = plain.attention(*(_sbhd(x).double() for x in (q, k, v)), self.mask, self.scale)
+        out, lse = plain_attention.attention(
+            *(_sbhd(x).double() for x in (q, k, v)), self.mask, self.scale
+        )
         return _like(out, q), lse.float() if q.dim() == 4 else lse[0].float()
 
     def backward(
@@ -36,7 +38,7 @@ class Attention:
         """Gradients of q, k, v, each in its layout."""
         assert lse.is_contiguous()
         leaves = [_sbhd(x).double().requires_grad_() for x in (q, k, v)]
-        expected, expected_lse = plain.attention(*leaves, self.mask, self.scale)
+        expected, expected_lse = plain_attention.attention(*leaves, self.mask, self.scale)
         assert torch.allclose(_sbhd(out).double(), expected, atol=2e-2)
         expected_lse = expected_lse if q.dim() == 4 else expected_lse[0]
         assert torch.allclose(lse.double(), expected_lse, atol=1e-4)

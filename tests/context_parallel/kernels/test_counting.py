@@ -16,7 +16,7 @@ from megatron_untied.context_parallel.kernels import (
 from megatron_untied.context_parallel.kernels.cudnn import Cudnn
 from megatron_untied.context_parallel.kernels.flash_attention import TorchFlash
 from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
-from tests.context_parallel.kernels import plain
+from tests.support import plain_attention
 
 DOCUMENTS = (Segments.of((0, 1, 4, 21, 38)), Segments.of((0, 38)))
 BLOCKS = Segments(queries=(0, 3, 7, 12), keys=(0, 0, 4, 9)),  # fmt: skip
@@ -32,7 +32,7 @@ MASKS = [
 
 @pytest.mark.parametrize(("mask", "s_q", "s_k", "b"), MASKS)
 def test_pairs_are_those_of_the_mask_matrix(mask, s_q, s_k, b):
-    visible = sum(int((~plain.hidden_pairs(mask, i, s_q, s_k)).sum()) for i in range(b))
+    visible = sum(int((~plain_attention.hidden_pairs(mask, i, s_q, s_k)).sum()) for i in range(b))
     assert mask.num_pairs(s_q, s_k, b) == visible
 
 

@@ -14,7 +14,7 @@ from megatron_untied.context_parallel.kernels import (
     Segments,
 )
 from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
-from tests.context_parallel.kernels import plain
+from tests.support import plain_attention
 
 KERNELS = {
     "cpu-flash": CpuFlash,
@@ -41,7 +41,7 @@ def check(kernel, mask, s_q, s_k, *, b=2, h=4, g=2, d=8, dtype=torch.float64, de
     q, d_out, out, dq = (strided(*q_shape, **kind) for _ in range(4))
     k, v, dk, dv = (strided(*k_shape, **kind) for _ in range(4))
     leaves = [x.cpu().double().requires_grad_() for x in (q, k, v)]
-    expected, expected_lse = plain.attention(*leaves, mask, SCALE)
+    expected, expected_lse = plain_attention.attention(*leaves, mask, SCALE)
     expected_gradients = torch.autograd.grad(expected, leaves, d_out.cpu().double())
 
     for x in (out, dq, dk, dv):

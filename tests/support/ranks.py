@@ -21,7 +21,7 @@ import torch.distributed as dist
 import megatron_untied  # noqa: F401
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.distributed_preload"])
+_context.set_forkserver_preload(["tests.support.ranks_preload"])
 _pools: dict[int, "RankPool"] = {}
 
 

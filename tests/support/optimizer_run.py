@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -16,16 +15,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from megatron_untied.checkpoint import CheckpointState
-from megatron_untied.checkpoint.state import tensors_of
 from megatron_untied.config import ModelConfig, Precision
 from megatron_untied.sharding.initialize_weights import initialize_weights
-from megatron_untied.sharding.parameter_layout import (
-    GlobalSlice,
-    ParameterLayout,
-    parameter_layouts,
-)
-from megatron_untied.sharding.tensor_slice import TensorSlice
+from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.sharding.zero1 import OptimizerShards
+from tests.support.whole_model import part_of
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -189,44 +183,3 @@ def build_model(
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         pg_collection=groups,
     )
-
-
-def gather_state(state: CheckpointState) -> dict[str, torch.Tensor]:
-    """Main values and moments of the whole model, on every rank; collective over all ranks."""
-    held = {}
-    for shard in state.shards.shards(with_moments=True):
-        layout = state.layouts[shard.name]
-        for name, tensor in tensors_of(shard):
-            held[name] = layout, layout.global_slices(tensor, shard.slices)
-    return gather(held)
-
-
-def gather_parameters(model: GPTModel, layouts) -> dict[str, torch.Tensor]:
-    """The whole model's parameters, on every rank; collective over all ranks."""
-    return gather(
-        {
-            name: (layouts[name], layouts[name].global_slices(p))
-            for name, p in model.named_parameters()
-        }
-    )
-
-
-@torch.no_grad()
-def gather(
-    held: dict[str, tuple[ParameterLayout, list[GlobalSlice]]],
-) -> dict[str, torch.Tensor]:
-    """Put global tensors together from all ranks' slices; what nobody holds is NaN."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, held)
-    found = {}
-    for theirs in everyone:
-        for name, (layout, slices) in theirs.items():
-            whole = found.setdefault(name, torch.full(layout.global_shape, torch.nan))
-            for part in slices:
-                part_of(whole, part).copy_(part.tensor)
-    return found
-
-
-def part_of(whole: torch.Tensor, part: GlobalSlice) -> torch.Tensor:
-    """The part of the global tensor where a part lies."""
-    return TensorSlice(part.offsets, tuple(part.tensor.shape)).view(whole)

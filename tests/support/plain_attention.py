@@ -1,4 +1,4 @@
-"""Attention with a whole mask matrix, in float64, and masks to try kernels with."""
+"""Attention and rotation written out plainly, on the whole sequence, with a whole mask matrix."""
 
 from itertools import pairwise
 
@@ -43,3 +43,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tupl
     blind = hidden.all(-1, keepdim=True)  # queries without a key
     weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     return (weights @ v).permute(2, 0, 1, 3), scores.logsumexp(-1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Out [s, b, h, d] of q in that layout and k, v [s, b, g, d]."""
+    return attention(q, k, v, Mask(causal=True), q.shape[-1] ** -0.5)[0]
+
+
+def rotate(x: Tensor, base: float = 10000.0) -> Tensor:
+    """[s, b, heads, d] rotated to positions 0 .. s-1."""
+    half = x.shape[-1] // 2
+    angle = torch.arange(len(x)).double()[:, None] * base ** (-torch.arange(half).double() / half)
+    cos, sin = (f(angle)[:, None, None].to(x.dtype) for f in (torch.cos, torch.sin))
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

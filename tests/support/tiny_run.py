@@ -13,7 +13,7 @@ from megatron_untied.training.initialize import Launch, initialize
 from megatron_untied.training.loop import pretrain
 from megatron_untied.training.state import TrainState, build_train_state
 from megatron_untied.training.step import Batch
-from tests.training.command_line import tiny_config
+from tests.support.command_line import tiny_config
 
 
 def train(group: dist.ProcessGroup, metrics: Path | None = None, **changes: object) -> None:

@@ -14,8 +14,8 @@ from megatron_untied.hf import Export, Import
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import make_groups
 from megatron_untied.training.state import build_train_state
-from tests.hf.families import VOCAB_SIZE
-from tests.training.command_line import TINY, tiny_config
+from tests.support.command_line import TINY, tiny_config
+from tests.support.hf_models import VOCAB_SIZE
 
 MODEL_FLAGS = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention "

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed import _context
+from tests.support.ranks import _context
 
 
 def launch(

@@ -1,6 +1,6 @@
 """Give a container the pip settings of this machine, whatever they are.
 
-    mapfile -t volumes < <(python tests/pip_settings.py pip.conf)
+    mapfile -t volumes < <(python tests/support/pip_settings.py pip.conf)
 
 Writes what ``pip config list`` says, the environment's included, to the file named, and prints the
 options of buildah that mount it, and each file or folder that it names, at the same place.

@@ -34,12 +34,12 @@ def print_plan(plan: Plan, console: Console) -> None:
 
     rows = {category: host[category] for category in _categories([host])} | {"all": host.total()}
     cells = {name: [_gib(n), _gib(n * machine.gpus_per_node)] for name, n in rows.items()}
-    print_table(console, "host, GiB", "cause", ["per rank", "per node"], cells)
+    print_table(console, "host, GiB", "category", ["per rank", "per node"], cells)
 
-    cells = {cause: [f"{seconds:,.2f}"] for cause, seconds in time.by_cause.items()}
+    cells = {category: [f"{seconds:,.2f}"] for category, seconds in time.by_category.items()}
     cells["all"] = [f"{time.seconds:,.2f}"]
     cells["tokens/s/GPU"] = [f"{time.tokens_per_second_per_gpu:,.1f}"]
-    print_table(console, "time of a step, s, by a roofline", "cause", ["seconds"], cells)
+    print_table(console, "time of a step, s, by a roofline", "category", ["seconds"], cells)
 
     disk = Disk.of(plan.config, machine.world_size)
     print_line(console, disk.describe())
@@ -109,11 +109,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "rank_bytes": plan.host.total(),
             "node_bytes": plan.host.total() * machine.gpus_per_node,
             "rank_limit_bytes": machine.host_bytes,
-            "rank_bytes_by_cause": _named(plan.host),
+            "rank_bytes_by_category": _named(plan.host),
         },
         "step": {
             "seconds": plan.time.seconds,
-            "seconds_by_cause": plan.time.by_cause,
+            "seconds_by_category": plan.time.by_category,
             "tokens_per_second_per_gpu": plan.time.tokens_per_second_per_gpu,
             "gpu": machine.gpu.title,
             "source_of_rates": machine.gpu.source,

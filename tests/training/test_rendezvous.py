@@ -1,4 +1,5 @@
 import sys
+from dataclasses import asdict
 import threading
 
 import pytest
@@ -87,7 +88,7 @@ def test_a_rank_alone_agrees_with_itself():
 
 
 def test_every_setting_has_a_name():
-    unnamed = [name for name in _fields(tiny_config()) if flag_of(name) == name]
+    unnamed = [name for name in _fields(asdict(tiny_config())) if flag_of(name) == name]
     assert not unnamed
 
 

@@ -1,6 +1,6 @@
 import sys
-from dataclasses import asdict
 import threading
+from dataclasses import asdict
 
 import pytest
 import torch.distributed as dist

@@ -1,5 +1,7 @@
 """The flags of a short run of the tiny model, to change one at a time."""
 
+from collections.abc import Mapping
+
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.config.run import RunConfig
 from tests.support.tiny_model import TINY
@@ -20,7 +22,6 @@ MODEL_FLAGS = {
 RUN_FLAGS = {
     "--tokenizer-type": "NullTokenizer",
     "--vocab-size": TINY.vocab_size - 1,  # NullTokenizer adds an end of document
-    "--init-method-std": TINY.init_method_std,
     "--seq-length": 64,
     "--micro-batch-size": 1,
     "--global-batch-size": 4,
@@ -35,8 +36,12 @@ RUN_FLAGS = {
 
 def command_line(**changes: object) -> list[str]:
     """Argument list of the tiny run; ``seq_length=32`` sets a flag, ``mock_data=None`` drops it."""
-    flags = MODEL_FLAGS | RUN_FLAGS
-    flags |= {"--" + name.replace("_", "-"): value for name, value in changes.items()}
+    changed = {"--" + name.replace("_", "-"): value for name, value in changes.items()}
+    return words(MODEL_FLAGS | RUN_FLAGS | changed)
+
+
+def words(flags: Mapping[str, object]) -> list[str]:
+    """Flags as words: ``True`` is a flag without a value, ``None`` no flag."""
     argv = []
     for name, value in flags.items():
         if value is not None:

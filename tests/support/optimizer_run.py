@@ -75,7 +75,7 @@ def small_run(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=split.distributed_optimizer,
             overlap_grad_reduce=True,  # else there is one bucket, whatever its size
-            bucket_size=5000,  # several buckets, so that parameters are cut in many places
+            bucket_size=15000,  # several buckets, so that parameters are cut in many places
         ),
         module=model,
         pg_collection=groups,

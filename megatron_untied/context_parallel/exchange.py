@@ -5,7 +5,7 @@ The sequence-sharded side of an exchange is a flat buffer: for each Ulysses rank
 *are* the sequence, [s/r, b, my heads, d]: neither side rearranges anything.
 
 :class:`HeadChunks` tensors hold all heads of a rank's tokens as such buffers, one per chunk: on the
-device here, on the host in :mod:`megatron_untied.streaming.host`.
+device here, on the host in :mod:`megatron_untied.streaming.host_tensors`.
 """
 
 import itertools

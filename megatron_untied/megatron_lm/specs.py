@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_untied.config import MemoryConfig, RotaryConfig
 from megatron_untied.megatron_lm.limits import check_arguments
 from megatron_untied.megatron_lm.model_context import LatestModelContext, LayerOptions
-from megatron_untied.streaming.layer import UntiedTransformerLayer
+from megatron_untied.streaming.layer import StreamedTransformerLayer
 
 
 class _MegatronLMLayer:
@@ -60,8 +60,8 @@ class StandardLayer(_MegatronLMLayer, TransformerLayer):
     streamed = False
 
 
-class StreamedLayer(_MegatronLMLayer, UntiedTransformerLayer):
-    """The streamed layer; :class:`.UntiedTransformerLayer` overwrites its input."""
+class StreamedLayer(_MegatronLMLayer, StreamedTransformerLayer):
+    """The streamed layer; :class:`.StreamedTransformerLayer` overwrites its input."""
 
     streamed = True
 

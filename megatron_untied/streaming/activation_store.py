@@ -22,10 +22,14 @@ from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.phases import MemoryCategory, allocating
 from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.copy_engine import Copy
-from megatron_untied.streaming.host import HostHeadChunks, HostRows
 from megatron_untied.streaming.host_arena import HostArena
-from megatron_untied.streaming.host_sums import HostKvSums
-from megatron_untied.streaming.rows import DeviceRows, Rows
+from megatron_untied.streaming.host_tensors import (
+    DeviceRows,
+    HostHeadChunks,
+    HostKvSums,
+    HostRows,
+    Rows,
+)
 
 
 class StoredLse:

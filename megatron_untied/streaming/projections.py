@@ -13,7 +13,7 @@ from typing_extensions import override
 from megatron_untied.context_parallel.exchange import HeadBlocks
 from megatron_untied.context_parallel.ulysses import Projections
 from megatron_untied.rope import rotate_
-from megatron_untied.streaming.rows import Rows
+from megatron_untied.streaming.host_tensors import Rows
 from megatron_untied.tiling import Tile, split_rows
 
 

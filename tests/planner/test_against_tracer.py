@@ -102,9 +102,9 @@ def workspace_of(trace: StepTrace) -> dict[str, dict[str, int]]:
     prefix = "workspace: "
     return {
         phase: {
-            cause.removeprefix(prefix): num_bytes
-            for cause, num_bytes in peak.by_cause.items()
-            if cause.startswith(prefix)
+            category.removeprefix(prefix): num_bytes
+            for category, num_bytes in peak.by_category.items()
+            if category.startswith(prefix)
         }
         for phase, peak in trace.peak_by_phase.items()
     }
@@ -170,7 +170,7 @@ def test_peak_and_host_bytes_with_sequence_parallelism(name):
 
 
 def test_a_wrong_form_would_be_noticed(traces):
-    """A tenth of the largest cause of a small step is more than the tolerance."""
+    """A tenth of the largest category of a small step is more than the tolerance."""
     plan = Plan(run_config(FAST["parked"]), machine())
     assert plan.peak.by_category[MemoryCategory.TILES] > 0.1 * plan.peak.num_bytes
     assert plan.peak.num_bytes == pytest.approx(traces["parked"].peak, rel=0.001)

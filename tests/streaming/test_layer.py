@@ -5,8 +5,7 @@ import torch
 
 from megatron_untied.config import MemoryConfig, ParallelConfig
 from megatron_untied.streaming.copy_engine import CopyEngine
-from megatron_untied.streaming.host_arena import HostArena
-from megatron_untied.streaming.host_memory import allocate_pageable
+from megatron_untied.streaming.host_arena import HostArena, allocate_pageable
 from tests.streaming.simulated_streams import LateStreams
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import batch, make_model, parallel_groups, tiny

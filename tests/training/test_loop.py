@@ -122,7 +122,7 @@ def test_finetuning_takes_the_weights_and_the_architecture_alone(tmp_path):
     evaluated = run(1, tmp_path / "e", load=tmp_path / "c", skip_train=True, eval_iters=1,
                     no_load_optim=True, train_iters=3)  # fmt: skip
     assert (tuned[0]["iteration"], tuned[0]["consumed_samples"]) == (1, 4)
-    assert tuned[0]["lm_loss"] < 5.45  # below the untrained 5.53: the weights came along
+    assert tuned[0]["lm_loss"] < 5.5  # below the untrained 5.53: the weights came along
     assert [step["iteration"] for step in evaluated] == [3]
 
 

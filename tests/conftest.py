@@ -18,7 +18,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
-LONG_MODULES = ("test_memory_pairs.py",)
+LONG_MODULES = ("test_memory_pairs.py", "test_guide.py", "test_readme.py")
 """Minutes each; begun first, else one of two pytests waits for the other at the end."""
 OURS = pytest.StashKey[dict[str, bool]]()
 """Modules that are claimed: whether by this pytest."""

@@ -28,27 +28,27 @@ from megatron_untied.tiling import Tile
 
 
 class Rows(ABC):
-    """A tensor [rows, b, m] that may not fit on the device: its tiles do."""
+    """A layer's input [rows, b, m]: it may not fit on the device, its tiles do."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    host_slot: HostSlot | None
+    """Where the tiles are."""
+    host_slot: HostSlot | None = None
     """Their host memory; None if they are on the device."""
 
     @abstractmethod
     def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
         """The local rows of each tile, [rows of the tile, b, m]; valid until the next is taken."""
 
-    @abstractmethod
     def release(self) -> None:
-        """Free host memory; call it after the last read."""
+        """Free host memory; call it after the last read. The device's goes with its last use."""
+        if self.host_slot is not None:
+            self.host_slot.release()
 
 
 class DeviceRows(Rows):
     """Rows of a tensor that is on the device."""
-
-    host_slot = None
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
@@ -58,13 +58,9 @@ class DeviceRows(Rows):
     def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
         return (self.tensor[tile.local] for tile in tiles)  # views
 
-    @override
-    def release(self) -> None:
-        pass  # freed with the last reference
-
 
 class HostRows(Rows):
-    """[rows, b, m] on the host, read tile by tile with the next tile in flight.
+    """Rows on the host, read tile by tile with the next tile in flight.
 
     The two tiles of device memory are shared by all layers: only one iteration may be under way.
     """
@@ -79,10 +75,6 @@ class HostRows(Rows):
         numel = largest * self.shape[1:].numel()  # the last tile may be smaller
         room = self.workspace.take(row_tiles(numel, self.dtype), self.device)
         return prefetch(((self.host_slot, tile.local) for tile in tiles), room.view(2, numel))
-
-    @override
-    def release(self) -> None:
-        self.host_slot.release()
 
 
 class HostHeadChunks(HeadChunks):
@@ -221,9 +213,16 @@ class HostKvSums(KvSums):
         started = not self._started.isdisjoint(heads)
         assert started or rows is None, "the first gradients must be of all rows"
         rows = rows or slice(0, self._num_rows)
-        for index, part in enumerate(parts):
-            for column, head in enumerate(heads):
-                self._add_head(index, head, rows, part[:, :, column], started)
+        for (index, part), (column, head) in itertools.product(enumerate(parts), enumerate(heads)):
+            # Before a head is started its sum is uninitialized: it is written, not fetched.
+            for tile, total in self._totals(index, head, rows, fetch=started):
+                added = part[tile.start - rows.start : tile.stop - rows.start, :, column]
+                if started:
+                    total += added
+                else:
+                    total.copy_(added)
+                # Waited for at once: the tile after next arrives in the same half of the room.
+                self._slot.write(total, (index, head - self.heads.start, tile)).wait()
         self._started.update(heads)
 
     @override
@@ -234,17 +233,6 @@ class HostKvSums(KvSums):
     @override
     def release(self) -> None:
         self._slot.release()
-
-    def _add_head(self, index: int, head: int, rows: slice, part: Tensor, started: bool) -> None:
-        """``part`` [len(rows), b, d]; before a head is ``started`` its sum is uninitialized."""
-        for tile, total in self._totals(index, head, rows, fetch=started):
-            added = part[tile.start - rows.start : tile.stop - rows.start]
-            if started:
-                total += added
-            else:
-                total.copy_(added)
-            # Waited for at once: the tile after next arrives in the same half of the room.
-            self._slot.write(total, (index, head - self.heads.start, tile)).wait()
 
     def _totals(
         self, index: int, head: int, rows: slice, *, fetch: bool

@@ -26,10 +26,8 @@ from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.streaming.host_tensors import (
-    DeviceRows,
     HostHeadChunks,
     HostKvSums,
-    HostRows,
     Rows,
 )
 
@@ -111,10 +109,11 @@ class ActivationStore:
         """Save the layer's input [n, b, m] or [n/t, b, m]; wait for the copy before changing x."""
         if not self.policy.layers[saved.index].input_on_host:
             with allocating(MemoryCategory.KEPT):
-                saved.x = DeviceRows(x.clone())  # the layer overwrites x itself
+                kept = x.clone()  # 1 H: the layer overwrites x itself
+            saved.x = Rows(kept, self.workspace, x.device)
             return None
         slot = self.arena.reserve(x.shape, x.dtype)
-        saved.x = HostRows(slot, self.workspace, x.device)
+        saved.x = Rows(slot, self.workspace, x.device)
         return slot.write(x)
 
     def out(
@@ -166,7 +165,7 @@ class ActivationStore:
         storage object stays the same, so aliases of ``x`` are valid again afterwards.
         """
         if not self.policy.park:
-            yield DeviceRows(x)
+            yield Rows(x, self.workspace, x.device)
             return
         slot = copy and copy.host_slot
         owns_slot = slot is None
@@ -179,7 +178,7 @@ class ActivationStore:
         num_bytes = storage.nbytes()
         storage.resize_(0)
         try:
-            yield HostRows(slot, self.workspace, x.device)
+            yield Rows(slot, self.workspace, x.device)
         finally:  # an error inside must not leave a tensor without memory behind
             storage.resize_(num_bytes)
         slot.read(x).wait()

@@ -5,7 +5,6 @@ The layer's input is read tile by tile (:class:`Rows`), attention outputs chunk 
 """
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -27,54 +26,35 @@ from megatron_untied.streaming.host_arena import HostArena, HostSlot, prefetch
 from megatron_untied.tiling import Tile
 
 
-class Rows(ABC):
-    """A layer's input [rows, b, m]: it may not fit on the device, its tiles do."""
+class Rows:
+    """A layer's input [rows, b, m], on the device or on the host, read tile by tile."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    """Where the tiles are."""
-    host_slot: HostSlot | None = None
-    """Their host memory; None if they are on the device."""
+    host_slot: HostSlot | None
+    """Its host memory; None if it is on the device."""
 
-    @abstractmethod
+    def __init__(self, source: Tensor | HostSlot, workspace: Workspace, device: torch.device):
+        """``device``: where tiles are read; ``workspace``: lends the memory for those of a slot."""
+        self.shape, self.dtype, self.device = source.shape, source.dtype, device
+        self.host_slot = source if isinstance(source, HostSlot) else None
+        self._source, self._workspace = source, workspace
+
     def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
-        """The local rows of each tile, [rows of the tile, b, m]; valid until the next is taken."""
+        """The local rows of each tile, [rows of the tile, b, m]; valid until the next is taken.
+
+        Rows on the device are views. For rows on the host the next tile is in flight; the two tiles
+        of device memory are shared by all layers: only one iteration may be under way.
+        """
+        if self.host_slot is None:
+            return (self._source[tile.local] for tile in tiles)
+        largest = max(tile.local.stop - tile.local.start for tile in tiles)
+        numel = largest * self.shape[1:].numel()  # the last tile may be smaller
+        room = self._workspace.take(row_tiles(numel, self.dtype), self.device)
+        return prefetch(((self.host_slot, tile.local) for tile in tiles), room.view(2, numel))
 
     def release(self) -> None:
         """Free host memory; call it after the last read. The device's goes with its last use."""
         if self.host_slot is not None:
             self.host_slot.release()
-
-
-class DeviceRows(Rows):
-    """Rows of a tensor that is on the device."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-
-    @override
-    def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
-        return (self.tensor[tile.local] for tile in tiles)  # views
-
-
-class HostRows(Rows):
-    """Rows on the host, read tile by tile with the next tile in flight.
-
-    The two tiles of device memory are shared by all layers: only one iteration may be under way.
-    """
-
-    def __init__(self, slot: HostSlot, workspace: Workspace, device: torch.device):
-        self.host_slot, self.workspace = slot, workspace
-        self.shape, self.dtype, self.device = slot.shape, slot.dtype, device
-
-    @override
-    def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
-        largest = max(tile.local.stop - tile.local.start for tile in tiles)
-        numel = largest * self.shape[1:].numel()  # the last tile may be smaller
-        room = self.workspace.take(row_tiles(numel, self.dtype), self.device)
-        return prefetch(((self.host_slot, tile.local) for tile in tiles), room.view(2, numel))
 
 
 class HostHeadChunks(HeadChunks):

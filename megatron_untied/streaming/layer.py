@@ -36,7 +36,7 @@ from megatron_untied.streaming.activation_store import (
     SavedLayer,
     StoredLse,
 )
-from megatron_untied.streaming.host_tensors import DeviceRows, Rows
+from megatron_untied.streaming.host_tensors import Rows
 from megatron_untied.streaming.projections import (
     StreamedProjections,
     after_attention,
@@ -170,7 +170,7 @@ class _StreamedLayer(torch.autograd.Function):
         # operation that saved x for its own backward.
         result = x.detach()
         with layer.progress.phase(Phase.MLP_FORWARD):
-            mlp_forward(layer, DeviceRows(x), out, result)
+            mlp_forward(layer, Rows(x, store.workspace, x.device), out, result)
         if saves_attention:
             saved.out, saved.lse = out, lse
         else:

@@ -70,13 +70,9 @@ class FullSharding(Sharding):
         )
         self._parameters = dict(self.model.named_parameters())
         self.adam = build_adam(self.model, config.optimization)
+        self.param_groups = self.adam.param_groups
         self.shards = RowShards(self.model, self.adam, groups.dp_cp)
         initialize_shards(self.shards, self.layouts, config.model, config.seed)
-
-    @property
-    @override
-    def param_groups(self) -> list[dict]:
-        return self.adam.param_groups
 
     @override
     def zero_grad(self) -> None:

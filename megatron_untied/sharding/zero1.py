@@ -83,15 +83,11 @@ class MegatronSharding(Sharding):
             pg_collection=groups,
         )
         self.optimizer = build_optimizer(self.model, config, groups)
+        self.param_groups = self.optimizer.param_groups
         self.shards = OptimizerShards(self.optimizer, model)
         if config.precision.bf16:
             # The fp32 main weights were copied from bf16: draw them again in full precision.
             initialize_shards(self.shards, self.layouts, config.model, config.seed)
-
-    @property
-    @override
-    def param_groups(self) -> list[dict]:
-        return self.optimizer.param_groups
 
     @override
     def zero_grad(self) -> None:

@@ -1,7 +1,7 @@
 """Full sharding with PyTorch's FSDP2: every rank keeps and updates its rows of all parameters.
 
 :class:`FullSharding` is the implementation for training steps, :func:`shard_model` wraps a model,
-:func:`build_adam` builds its optimizer, :func:`global_norm` is over all ranks.
+:func:`build_adam` builds its optimizer; sums and norms over ranks follow at the end.
 """
 
 import contextlib
@@ -92,15 +92,10 @@ class FullSharding(Sharding):
             for name, parameter in self._parameters.items()
             if parameter.grad is not None
         }
-        groups, here = self._groups, device.current_device()
-        partial = [gradients[name] for name in gradients if name in self._partial]
-        if partial and groups.tp.size() > 1:
-            # Norms are small: one flat copy and one all-reduce cost less than one for each.
-            flat = torch.cat([gradient.flatten() for gradient in partial]).to(here)
-            dist.all_reduce(flat, group=groups.tp)
-            parts = flat.split([gradient.numel() for gradient in partial])
-            for gradient, part in zip(partial, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+        groups = self._groups
+        all_reduce_gradients_(
+            [gradients[name] for name in gradients if name in self._partial], groups.tp
+        )
         # A parameter that all tensor-parallel ranks hold counts once in the norm: on the first.
         counted = [
             gradient
@@ -194,6 +189,18 @@ def shard_model(
     for module, next_module in itertools.pairwise([model.embedding, *model.decoder.layers]):
         module.set_modules_to_forward_prefetch([next_module])
     model.to_empty(device="cpu" if offload else here)
+
+
+def all_reduce_gradients_(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Sum each gradient over ``group``, in one all-reduce; they may be on the host."""
+    if not gradients or group.size() == 1:
+        return
+    # Norms are small: one flat copy costs less than a collective for each.
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device.current_device())
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def global_norm(gradients: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> Tensor:

@@ -43,7 +43,7 @@ from megatron_untied.config import (
     RotaryConfig,
 )
 from megatron_untied.config.checkpoint import CheckpointConfig
-from megatron_untied.config.data import DataConfig
+from megatron_untied.config.data import DataConfig, check_split
 from megatron_untied.config.flag_names import flag_of, value_name
 from megatron_untied.config.run import (
     BatchConfig,
@@ -55,7 +55,6 @@ from megatron_untied.config.run import (
     RunConfig,
     ScheduleConfig,
 )
-from megatron_untied.data.blend import check_split
 from megatron_untied.flops import slow_step_seconds
 from megatron_untied.platform import device
 from megatron_untied.presets import read_preset

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatron_untied.context_parallel.buffer_plan import Sizes, Staging, head_chunks_buffer
-from megatron_untied.context_parallel.exchange import DeviceHeadChunks, HeadChunkLayout, HeadChunks
+from megatron_untied.context_parallel.buffer_plan import Sizes, Staging
+from megatron_untied.context_parallel.exchange import HeadChunkLayout, HeadChunks
 from megatron_untied.context_parallel.kv_gradients import MakeSums
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import LogSumExps
@@ -124,25 +124,25 @@ class ActivationStore:
         If it is not saved, its last use must be before another layer runs. ``tile_rows``: the most
         tokens that are read or written at once.
         """
-        layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
         if self.policy.layers[index].output_on_host:
-            staging = Staging.of_out(sizes, tile_rows)
+            layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
+            staging = Staging.plan("out", sizes, tile_rows)
             return HostHeadChunks(staging, layout, self.arena, self.workspace, device)
         if is_saved:
+            layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
             with allocating(MemoryCategory.KEPT):
                 storage = torch.empty(layout.numel, dtype=sizes.dtype, device=device)
-        else:  # the next layer takes the same memory
-            storage = self.workspace.take(head_chunks_buffer("out", sizes), device)
-        return DeviceHeadChunks(storage, layout)
+            return HeadChunks(storage, layout)
+        # The next layer takes the same memory.
+        return HeadChunks.in_workspace("out", sizes, self.workspace, device)
 
     def d_out(self, sizes: Sizes, tile_rows: int, device: torch.device) -> HeadChunks:
         """Slots for the gradient of the attention output, [n, b, h, d]; dQ is received in them."""
-        layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
         if self.policy.park:
-            staging = Staging.of_d_out(sizes, tile_rows)
+            layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
+            staging = Staging.plan("d_out", sizes, tile_rows)
             return HostHeadChunks(staging, layout, self.arena, self.workspace, device)
-        storage = self.workspace.take(head_chunks_buffer("d_out", sizes), device)
-        return DeviceHeadChunks(storage, layout)
+        return HeadChunks.in_workspace("d_out", sizes, self.workspace, device)
 
     def make_sums(self, sizes: Sizes, rows_at_a_time: int, device: torch.device) -> MakeSums | None:
         """Makes what dK and dV are summed in; None if that is the workspace of the chunk loop."""

@@ -18,7 +18,7 @@ from megatron_untied.context_parallel.buffer_plan import (
     row_tiles,
     sum_rows,
 )
-from megatron_untied.context_parallel.exchange import DeviceHeadChunks, HeadChunkLayout, HeadChunks
+from megatron_untied.context_parallel.exchange import HeadChunkLayout, HeadChunks
 from megatron_untied.context_parallel.kv_gradients import KvPair, KvSums
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.copy_engine import Copy
@@ -79,7 +79,7 @@ class HostHeadChunks(HeadChunks):
             [arena.reserve(shape, self.dtype) for shape in layout.even_blocks(j)]
             for j in range(self._num_chunks)
         ]
-        self._copies_out: list[list[Copy]] = [[] for _ in staging.recv]  # by receive buffer
+        self._copies_out: list[list[Copy]] = [[] for _ in set(staging.recv)]  # by receive buffer
         self._copies_in: dict[int, list[Copy]] = {}  # by chunk
 
     @override
@@ -88,7 +88,7 @@ class HostHeadChunks(HeadChunks):
             self._fetch(j)
         _wait(self._copies_in.pop(j))
         # The chunk before this one was sent by now, so its buffer is free.
-        if len(self.staging.send) > 1 and j + 1 < self._num_chunks:
+        if len(set(self.staging.send)) > 1 and j + 1 < self._num_chunks:
             self._fetch(j + 1)
         return self._buffer(self.staging.send, j)
 
@@ -136,13 +136,13 @@ class HostHeadChunks(HeadChunks):
     def _buffer(self, buffers: PerChunk, j: int) -> Tensor:
         return self.workspace.take(buffers[j], self.device)[: self.layout.slot_numels[j]]
 
-    def _staged(self, rows: slice) -> tuple[DeviceHeadChunks, list[tuple[HostSlot, Tensor]]]:
+    def _staged(self, rows: slice) -> tuple[HeadChunks, list[tuple[HostSlot, Tensor]]]:
         """Device memory for ``rows`` of all chunks, and its parts with their slots."""
         own = self.layout
         # A layout of its own: all chunks of a few tokens, as small as a tile of the residual.
         layout = HeadChunkLayout(own.schedule, rows.stop - rows.start, own.b, own.d)
         storage = self.workspace.take(self.staging.tile, self.device)[: layout.numel]
-        staged, pairs = DeviceHeadChunks(storage, layout), []
+        staged, pairs = HeadChunks(storage, layout), []
         for j in range(self._num_chunks):
             pairs += self._pairs(j, staged.send_buffer(j), layout)
         return staged, pairs
@@ -180,17 +180,16 @@ class HostKvSums(KvSums):
         workspace: Workspace,
     ):
         """``sizes`` of the attention call that adds."""
-        self.heads = heads
+        super().__init__(heads, tensors=None)
         shape = sizes.kv_sum_shape(len(heads))  # [2, heads, s/r, b, d]
         self._slot, self._num_rows = arena.reserve(shape, sizes.sum_dtype), shape[2]
-        self._started: set[int] = set()
         self._rows_at_a_time = min(rows_at_a_time, self._num_rows)
         room = workspace.take(sum_rows(sizes, self._rows_at_a_time), device)
         self._room = room.view(2, -1)
 
     @override
     def add(self, heads: range, parts: KvPair, rows: slice | None = None) -> None:
-        started = not self._started.isdisjoint(heads)
+        started = not self.started.isdisjoint(heads)
         assert started or rows is None, "the first gradients must be of all rows"
         rows = rows or slice(0, self._num_rows)
         for (index, part), (column, head) in itertools.product(enumerate(parts), enumerate(heads)):
@@ -203,7 +202,7 @@ class HostKvSums(KvSums):
                     total.copy_(added)
                 # Waited for at once: the tile after next arrives in the same half of the room.
                 self._slot.write(total, (index, head - self.heads.start, tile)).wait()
-        self._started.update(heads)
+        self.started.update(heads)
 
     @override
     def read(self, index: int, head: int, out: Tensor) -> None:

@@ -62,7 +62,8 @@ class StreamedProjections(Projections):
             for rows, part in split_rows(y, tile.seen):  # [rows, b, heads, d]
                 if kind != "v":
                     rotate_(part, *(table[rows] for table in self.rotary))
-                blocks.write(rows, part)
+                for block, of_ranks in blocks.pairs(rows, part):
+                    block.copy_(of_ranks)  # [ranks, rows, b, heads per rank, d]
 
     def _normed(self, x: Tensor) -> Tensor:
         """Tile of the normalized input, [t, b, m]: not named in the loop, so freed when used."""

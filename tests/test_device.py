@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.platform import device
-from tests.support.traces import MODEL
+from tests.support.traces import config_of
 
 
 def test_fp32_products_are_fp32():
@@ -20,15 +19,15 @@ def old_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.parametrize("flags", [[], ["--distributed-backend", "nccl"]])
+@pytest.mark.parametrize("flags", ["", "--distributed-backend nccl"])
 def test_gpus_that_torch_cannot_use_are_not_passed_over_for_cpus(old_driver, flags):
     with pytest.raises(ValueError, match=r"8 GPUs that torch's CUDA 13.0 cannot .* 580 or newer"):
-        parse_arguments([*MODEL.split(), *flags], world_size=1)
+        config_of(flags, world_size=1)
 
 
 def test_cpus_may_be_asked_for_beside_such_gpus(old_driver):
-    flags = [*MODEL.split(), "--distributed-backend", "gloo"]
-    assert parse_arguments(flags, world_size=1).distributed.backend == "gloo"
+    config = config_of("--distributed-backend gloo", world_size=1)
+    assert config.distributed.backend == "gloo"
 
 
 def test_a_machine_without_gpus_is_one_of_cpus(monkeypatch):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron_untied.streaming.copy_engine import CopyEngine, CpuStreams, contiguous_pieces
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.streaming.host_memory import allocate_pageable
-from tests.streaming.simulated_streams import EDGES, ORDERS, SimulatedStreams, in_random_order
+from tests.support.simulated_streams import EDGES, ORDERS, SimulatedStreams, in_random_order
 
 SHAPE = (3, 2)
 

@@ -15,8 +15,8 @@ from megatron_untied.streaming.host_memory import (
     RegisteredMemory,
     allocate_pageable,
 )
-from tests.streaming.simulated_streams import LateStreams
 from tests.streaming.test_host_memory import Cudart
+from tests.support.simulated_streams import LateStreams
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout, documents_of
 from megatron_untied.data.datasets import Datasets, build_datasets
 from megatron_untied.data.tokenizers import build_tokenizer
-from megatron_untied.gpt_model import UntiedGPTModel
+from megatron_untied.gpt_model import ChunkedLossGPTModel
 from megatron_untied.model import Runtime, attention_kernel, build_model
 from megatron_untied.platform import device
 from megatron_untied.training.errors import print_error_once
@@ -32,7 +32,7 @@ from megatron_untied.training.loop import pretrain
 from megatron_untied.training.step import Batch
 
 
-def model_provider(config, groups, progress) -> UntiedGPTModel:
+def model_provider(config, groups, progress) -> ChunkedLossGPTModel:
     """This rank's share of the model, its weights not drawn yet; it reports to ``progress``."""
     documents = config.data.dataloader_inter_document_masking
     kernel = attention_kernel(

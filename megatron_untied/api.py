@@ -29,7 +29,7 @@ from megatron_untied.context_parallel.self_attention import (
     Rotary,
 )
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout
-from megatron_untied.context_parallel.ulysses import Attention, LocalAttention, UntiedUlysses
+from megatron_untied.context_parallel.ulysses import Attention, UntiedUlysses
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.megatron_lm.limits import check_config
 from megatron_untied.model import context_parallel_groups, layer_spec
@@ -140,7 +140,7 @@ def untied_attention(
         workspace = Workspace()
         ulysses = UntiedUlysses(schedule, d, group, workspace)
         if ring_group is None:
-            return ulysses, LocalAttention(kernel, mask)
+            return ulysses, Attention(kernel, mask)
         return ulysses, RingAttention(kernel, mask, Ring(ring_group), workspace)
 
     return AttentionFunction.apply(q, k, v, rotary, loop)

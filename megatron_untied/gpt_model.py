@@ -6,7 +6,7 @@ projection and the loss run together on one chunk of tokens at a time. Megatron-
 for that, so this module holds everything that depends on how its classes work inside. Each point
 was checked for megatron-core 0.16.1; recheck them when the pin moves.
 
-- :class:`UntiedGPTModel` overrides the private methods ``_preprocess`` and ``_postprocess`` of
+- :class:`ChunkedLossGPTModel` overrides the private methods ``_preprocess`` and ``_postprocess`` of
   GPTModel. The second receives the decoder's output and calls :class:`Loss` instead of computing
   logits.
 - :func:`deferred` builds the decoder's final norm so that a call returns its input unchanged; the
@@ -36,7 +36,7 @@ from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.step_progress import StepProgress
 
 
-class UntiedGPTModel(GPTModel):
+class ChunkedLossGPTModel(GPTModel):
     """A GPTModel that turns hidden states into a loss without ever holding all logits."""
 
     def __init__(

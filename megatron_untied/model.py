@@ -35,14 +35,14 @@ from megatron_untied.context_parallel.self_attention import (
 )
 from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.context_parallel.workspace import Workspace
-from megatron_untied.gpt_model import NoCoreAttention, UntiedGPTModel, deferred
+from megatron_untied.gpt_model import ChunkedLossGPTModel, NoCoreAttention, deferred
 from megatron_untied.platform.device import current_device
 from megatron_untied.rope import RotaryTable
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.activation_store import ActivationStore
 from megatron_untied.streaming.host_arena import HostArena
-from megatron_untied.streaming.layer import StreamingContext, UntiedTransformerLayer
+from megatron_untied.streaming.layer import StreamedTransformerLayer, StreamingContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ def build_model(
     *,
     runtime: Runtime | None = None,
     transformer_impl: TransformerImpl = "local",
-) -> UntiedGPTModel:
+) -> ChunkedLossGPTModel:
     """The model of this rank, with uninitialized weights, on the current default device."""
     runtime = runtime or Runtime()
     kernel = runtime.kernel or attention_kernel(model, precision)
@@ -75,7 +75,7 @@ def build_model(
     config = transformer_config(model, parallel, precision, transformer_impl)
     context = attention_context(model, parallel, groups, kernel, runtime.progress)
     layer = layer_spec(config, backend, context, memory, arena)
-    return UntiedGPTModel(
+    return ChunkedLossGPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
             layer_specs=[layer] * model.num_layers, layer_norm=deferred(backend.norm)
@@ -157,7 +157,7 @@ def layer_spec(
     if memory.recompute_granularity is None:
         return ModuleSpec(module=TransformerLayer, submodules=submodules)
     return ModuleSpec(
-        module=UntiedTransformerLayer,
+        module=StreamedTransformerLayer,
         params={
             "streaming": streaming_context(config.num_layers, memory, context.workspace, arena)
         },

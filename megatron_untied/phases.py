@@ -1,8 +1,8 @@
 """Phases of a training step and categories of memory, shared by every report.
 
-The heartbeat reports phases, the tracer measures memory in them and the planner predicts it.
-Code enters a phase with :meth:`.step_progress.StepProgress.phase` and labels its allocations with
-:func:`allocating`.
+The heartbeat reports phases, the profiler names its ranges by them, the tracer measures memory in
+them and the planner predicts it. Code enters a phase with
+:meth:`.step_progress.StepProgress.phase` and labels its allocations with :func:`allocating`.
 """
 
 import contextlib

@@ -7,6 +7,9 @@ begins, and when it is done. The tracer reads the phase of the host thread
 completed (:meth:`StepProgress.last_completed`). A mark is an event on the device's stream, so
 nothing waits for it. On a CPU, a mark is complete at once.
 
+While :attr:`StepProgress.profiling` is set, phases and chunks are also named ranges of PyTorch's
+profiler.
+
 One object serves one run. The loop creates it and passes it to the model. Its creator decides
 whether marks record device events. Backward may run in a thread of autograd.
 """
@@ -18,6 +21,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch.profiler import record_function
 
 from megatron_untied.phases import Phase
 
@@ -57,7 +62,12 @@ class StepPosition:
 
     def __str__(self) -> str:
         """Text for a log line; layers and chunks are counted from 1."""
-        text = ", ".join(filter(None, (self.step, self.micro_batch, self.phase)))
+        return ", ".join(filter(None, (self.step, self.micro_batch, self.place)))
+
+    @property
+    def place(self) -> str:
+        """Text: phase, layer and chunk, such as ``attention forward, layer 3 of 32``."""
+        text = str(self.phase)
         if self.layer is not None:
             text += f", layer {self.layer + 1} of {self.num_layers}"
         if self.chunk is not None:
@@ -94,6 +104,9 @@ class StepProgress:
         self._reading = threading.Lock()  # the heartbeat and signal threads both read
         self.began = time.monotonic()
         """Start of the step on the monotonic clock, in seconds."""
+        self.profiling = False
+        """Whether phases and chunks are ranges of PyTorch's profiler; an unused range costs 10 us.
+        """
 
     @property
     def current_phase(self) -> str:
@@ -137,7 +150,8 @@ class StepProgress:
             chunk=None,
             num_layers=num_layers,
         )
-        yield  # no try: after an error the position stays here, which is what to report
+        with self._range():
+            yield  # no try: after an error the position stays here, which is what to report
         self._mark(
             replace(outer, marks=self._last.marks + 1, kernel_calls=0, units=self._last.units)
         )
@@ -160,6 +174,9 @@ class StepProgress:
             while self._pending and self._pending[0][0].query():
                 self._reached = self._pending.popleft()[1]
             return self._reached
+
+    def _range(self) -> contextlib.AbstractContextManager[object]:
+        return record_function(self._last.place) if self.profiling else contextlib.nullcontext()
 
     def _mark_next(self, **changes: Any) -> None:
         self._mark(replace(self._last, marks=self._last.marks + 1, kernel_calls=0, **changes))
@@ -188,14 +205,14 @@ class LayerProgress:
         """As :meth:`StepProgress.phase`, for this layer."""
         return self.step.phase(phase, layer=self.layer, num_layers=self.num_layers)
 
-    def begin_chunk(self, index: int) -> None:
-        """Record that chunk ``index`` has been exchanged and attention to it begins."""
+    @contextlib.contextmanager
+    def chunk(self, index: int) -> Iterator[None]:
+        """Attend to chunk ``index`` inside: it has been exchanged, its outputs will be after it."""
         self.step._mark_next(
             layer=self.layer, chunk=index, num_layers=self.num_layers, num_chunks=self.num_chunks
         )
-
-    def chunk_completed(self) -> None:
-        """Record that attention to the chunk is done; its outputs are not exchanged back yet."""
+        with self.step._range():
+            yield
         last = self.step._last
         # Attention called on its own, outside a step, has no phase and therefore no cost.
         self.step._mark_next(units=last.units + COST.get(last.phase, 0.0) / self.num_chunks)

@@ -19,7 +19,7 @@ PACKAGE = str(Path(megatron_untied.__file__).parent)
 
 
 def path_below_the_layer() -> list[tuple[str, str]]:
-    """(file, function) from ``UntiedTransformerLayer.forward`` to the caller's caller."""
+    """(file, function) from ``StreamedTransformerLayer.forward`` to the caller's caller."""
     frames = [
         f
         for f in traceback.extract_stack()[:-2]

@@ -108,7 +108,7 @@ def test_the_tracer_measures_every_phase_of_a_step_and_the_picture_draws_it(trac
     measured = traces["streamed"].peak_by_phase
     assert set(measured) == set(Phase) - elsewhere == set(COLORS)
     for peak in measured.values():
-        assert sum(peak.by_cause.values()) == peak.num_bytes
+        assert sum(peak.by_category.values()) == peak.num_bytes
 
 
 PLANNED = "--model llama3-8b --num-layers 6 --seq-length 131072 --bf16 --context-parallel-size 8 "
@@ -127,7 +127,7 @@ def test_planner_and_tracer_have_the_same_phases(traces, layers):
 
 def test_what_is_large_at_the_peak_has_a_category(traces):
     peak = traces["streamed"].peak_by_phase[Phase.ATTENTION_BACKWARD]
-    stated = {name: size for name, size in peak.by_cause.items() if not name.startswith("other")}
+    stated = {name: size for name, size in peak.by_category.items() if not name.startswith("other")}
     assert stated[MemoryCategory.STATES] > 0
     assert stated[MemoryCategory.KERNEL] > 0
     assert stated["workspace: dk"] > 0

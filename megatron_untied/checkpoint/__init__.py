@@ -6,8 +6,7 @@ of random states per rank, ``state.json`` and ``run_config.json``.
 """
 
 from megatron_untied.checkpoint.load import bytes_to_read, describe_loading, load_checkpoint
-from megatron_untied.checkpoint.provenance import Provenance, Samples
-from megatron_untied.checkpoint.run_config import read_model_config
+from megatron_untied.checkpoint.run_config import Provenance, Samples, read_model_config
 from megatron_untied.checkpoint.save import save_checkpoint
 from megatron_untied.checkpoint.start import Start, find_start
 from megatron_untied.checkpoint.state import CheckpointState, Progress

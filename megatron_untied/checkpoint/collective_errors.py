@@ -48,25 +48,19 @@ def raise_on_all_ranks(action: Callable[[], T], gather: Gather = gather_rare) ->
     result, failure = None, None
     try:
         result = action()
+    # Not Exception: a bug should end this rank at once with its own traceback.
     except (ValueError, OSError) as error:
         failure = error
     failures = gather(failure and (failure, socket.gethostname()))
-    if any(failures):
-        raise _shared_failure(failure, failures)
-    return result
-
-
-def _shared_failure(
-    mine: Exception | None, failures: list[tuple[Exception, str] | None]
-) -> Exception:
-    """One failure, with the same message on every rank."""
+    if not any(failures):
+        return result
     rank, (first, host) = next((r, failure) for r, failure in enumerate(failures) if failure)
     if all(failure and str(failure[0]) == str(first) for failure in failures):
-        return mine  # the same error everywhere needs no rank
+        raise failure  # the same error everywhere needs no rank
     # A subclass of ValueError may need more than a message, UnicodeDecodeError for example.
     kind = type(first) if isinstance(first, OSError) else ValueError
-    traceback = mine.__traceback__ if mine is not None else None
-    return kind(f"{first} (rank {rank} on {host})").with_traceback(traceback)
+    traceback = failure.__traceback__ if failure is not None else None
+    raise kind(f"{first} (rank {rank} on {host})").with_traceback(traceback)
 
 
 def same_on_all_ranks(action: Callable[[], T], what: str, gather: Gather = gather_objects) -> T:
@@ -76,6 +70,7 @@ def same_on_all_ranks(action: Callable[[], T], what: str, gather: Gather = gathe
         ValueError: on every rank, if the results differ; ``what`` is their name in the message.
     """
     result = raise_on_all_ranks(action, gather)
+    # Rank 0 is not simply followed: a rank whose folder differs would read other files later.
     results = gather(result)
     for rank, other in enumerate(results):
         if other != results[0]:

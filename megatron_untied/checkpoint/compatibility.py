@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_untied.checkpoint.directory import require_content
 from megatron_untied.config import ModelConfig
@@ -89,7 +88,25 @@ class TensorFiles:
             index = dcp.FileSystemReader(folder).read_metadata()
         except Exception as error:  # a damaged pickle can raise any exception
             raise ValueError(damaged(folder, f".metadata: {error}")) from error
-        if broken := [*_broken_files(folder, index), *_tensors_with_holes(index)]:
+        # One stat per file, instead of reading terabytes: enough to find a copy that was cut short.
+        ends: dict[str, int] = {}
+        for stored in index.storage_data.values():
+            end = stored.offset + stored.length
+            ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
+        broken = []
+        for name, end in sorted(ends.items()):
+            path = folder / name
+            size = path.stat().st_size if path.is_file() else 0
+            if 0 < size < end:
+                require_content(path)  # a Git LFS pointer gets its own message
+            if size < end:
+                broken.append(f"{name} has {size} of {end} bytes")
+        # DCP would leave a hole as it is in memory, without an error.
+        for name, tensor in index.state_dict_metadata.items():
+            num_stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            if num_stored != math.prod(tensor.size):
+                broken.append(f"{name} has {num_stored} of {math.prod(tensor.size)} elements")
+        if broken:
             raise ValueError(damaged(folder, first_few(broken, MAX_LISTED, "; ")))
         shapes = {name: tuple(tensor.size) for name, tensor in index.state_dict_metadata.items()}
         return cls(folder, shapes)
@@ -161,34 +178,15 @@ def damaged(folder: Path, what: str) -> str:
     return f"{folder} is not a whole checkpoint: {what}. Choose another with --ckpt-step."
 
 
-def _broken_files(folder: Path, index: Metadata) -> Iterator[str]:
-    # One stat per file, instead of reading terabytes: enough to find a copy that was cut short.
-    ends: dict[str, int] = {}
-    for stored in index.storage_data.values():
-        end = stored.offset + stored.length
-        ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
-    for name, end in sorted(ends.items()):
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else 0
-        if 0 < size < end:
-            require_content(path)
-        if size < end:
-            yield f"{name} has {size} of {end} bytes"
-
-
-def _tensors_with_holes(index: Metadata) -> Iterator[str]:
-    for name, tensor in index.state_dict_metadata.items():
-        stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-        if stored != math.prod(tensor.size):
-            yield f"{name} has {stored} of {math.prod(tensor.size)} elements"
-
-
 NOT_IN_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
 """Settings of a schedule that are missing in megatron-core's own ``state_dict``."""
 
 
 def schedule_state(scheduler: OptimizerParamScheduler) -> dict[str, Any]:
-    """Every setting of a schedule, and its position; steps are samples."""
+    """Every setting of a schedule, and its position; steps are samples.
+
+    With ``NOT_IN_STATE``: two schedules that differ in those alone must not compare equal.
+    """
     return scheduler.state_dict() | {name: getattr(scheduler, name) for name in NOT_IN_STATE}
 
 
@@ -204,7 +202,17 @@ def require_same_schedule(
         ValueError: with the settings that differ, both values and the flags that choose.
     """
     here = schedule_state(scheduler)
-    unread = _unread(stored, here)
+    # What no later learning rate depends on; first of all the position itself.
+    unread = {"num_steps"}
+    styles = {stored["lr_decay_style"], here["lr_decay_style"]}
+    warm = stored["num_steps"] > max(stored["lr_warmup_steps"], here["lr_warmup_steps"])
+    if warm:
+        unread.add("init_lr")  # where the warmup began
+    if styles == {"constant"}:
+        unread |= {"lr_decay_steps", "min_lr"} | ({"lr_warmup_steps"} if warm else set())
+    if "WSD" not in styles:
+        unread |= {"wsd_decay_steps", "lr_wsd_decay_style"}
+    # A setting that only one side has comes with another version of megatron-core.
     names = [name for name in stored if name in here and name not in unread]
     differing = [f"{n} {stored[n]}, here {here[n]}" for n in names if stored[n] != here[n]]
     if differing:
@@ -227,19 +235,6 @@ def resume_schedule(
         for group in scheduler.optimizer.param_groups:
             # Megatron-core's parameter groups have copies, which override the schedule's own.
             group |= {name: stored[name] for name in ("max_lr", "min_lr") if name in group}
+    # Not load_state_dict: it adds the position to num_steps, and it leaves out NOT_IN_STATE.
     scheduler.num_steps = stored["num_steps"]
-    scheduler.step(0)
-
-
-def _unread(stored: Mapping[str, Any], here: Mapping[str, Any]) -> set[str]:
-    """Settings that no later learning rate depends on."""
-    unread = {"num_steps"}  # the position
-    styles = {stored["lr_decay_style"], here["lr_decay_style"]}
-    warm = stored["num_steps"] > max(stored["lr_warmup_steps"], here["lr_warmup_steps"])
-    if warm:
-        unread.add("init_lr")
-    if styles == {"constant"}:
-        unread |= {"lr_decay_steps", "min_lr"} | ({"lr_warmup_steps"} if warm else set())
-    if "WSD" not in styles:
-        unread |= {"wsd_decay_steps", "lr_wsd_decay_style"}
-    return unread
+    scheduler.step(0)  # sets the learning rate and weight decay of this position

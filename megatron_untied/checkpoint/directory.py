@@ -6,7 +6,6 @@ name has the id of the run, so runs that save into one directory leave each othe
 files of a checkpoint are written and read here too, durably and as strict JSON.
 """
 
-import itertools
 import json
 import logging
 import os
@@ -31,7 +30,16 @@ def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | Non
         ValueError: the iteration is not there, the tracker file does not name one that is, or
             ``directory`` is a file or one checkpoint itself.
     """
-    _require_folder_of_checkpoints(directory)
+    if directory.is_file():
+        raise ValueError(
+            f"{directory} is a file; give the folder with {TRACKER}, {directory.parent}"
+        )
+    name = directory.resolve().name  # also of a link, or of "."
+    if re.fullmatch(r"iter_\d+", name) and not (directory / TRACKER).exists():
+        raise ValueError(
+            f"{directory} is one checkpoint; give the folder that it is in, {directory.parent}, "
+            f"with --ckpt-step {int(name[5:])} to choose it"
+        )
     source = "--ckpt-step"
     if iteration is None:
         source = str(directory / TRACKER)
@@ -42,25 +50,11 @@ def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | Non
                     f"{_available(directory)}"
                 )
             return None
-    folder, replaced = iteration_folder(directory, iteration), replaced_folder(directory, iteration)
     # A crash inside publish() can leave the earlier checkpoint of this iteration alone.
-    found = next((path for path in (folder, replaced) if path.is_dir()), None)
-    if found is None:
-        raise ValueError(f"{source} names iteration {iteration}; {_available(directory)}")
-    return found
-
-
-def _require_folder_of_checkpoints(directory: Path) -> None:
-    if directory.is_file():
-        raise ValueError(
-            f"{directory} is a file; give the folder with {TRACKER}, {directory.parent}"
-        )
-    name = directory.resolve().name
-    if re.fullmatch(r"iter_\d+", name) and not (directory / TRACKER).exists():
-        raise ValueError(
-            f"{directory} is one checkpoint; give the folder that it is in, {directory.parent}, "
-            f"with --ckpt-step {int(name[5:])} to choose it"
-        )
+    for ending in ("", REPLACED):
+        if (folder := iteration_folder(directory, iteration, ending)).is_dir():
+            return folder
+    raise ValueError(f"{source} names iteration {iteration}; {_available(directory)}")
 
 
 def latest_iteration(directory: Path) -> int | None:
@@ -72,6 +66,7 @@ def latest_iteration(directory: Path) -> int | None:
     tracker = directory / TRACKER
     if not tracker.is_file():
         return None
+    # A damaged file may hold any bytes; and str.isdigit() accepts digits that int() does not.
     text = tracker.read_bytes().decode(errors="replace").strip()
     if not (text.isascii() and text.isdigit()):
         raise ValueError(
@@ -80,17 +75,21 @@ def latest_iteration(directory: Path) -> int | None:
     return int(text)
 
 
-def iteration_folder(directory: Path, iteration: int) -> Path:
-    """The folder of the checkpoint of an iteration."""
-    return directory / f"iter_{iteration:07d}"
+def iteration_folder(directory: Path, iteration: int, ending: str = "") -> Path:
+    """The folder of the checkpoint of an iteration.
+
+    With the ending ``REPLACED`` that of a checkpoint while another of the same iteration takes its
+    place.
+    """
+    return directory / f"iter_{iteration:07d}{ending}"
 
 
 def staging_folder(directory: Path, iteration: int, run_id: str | None = None) -> Path:
     """The folder in which a run assembles the checkpoint of an iteration."""
-    return directory / f"iter_{iteration:07d}{_staging_suffix(run_id)}"
+    return iteration_folder(directory, iteration, _staging_ending(run_id))
 
 
-def _staging_suffix(run_id: str | None) -> str:
+def _staging_ending(run_id: str | None) -> str:
     return f".{run_id}{INCOMPLETE}" if run_id else INCOMPLETE
 
 
@@ -116,7 +115,8 @@ def start(directory: Path, iteration: int, run_id: str | None = None) -> None:
     Those of other runs stay, with a warning: such a run may be saving now.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    own = re.compile(rf"iter_\d+({re.escape(REPLACED)})?{re.escape(_staging_suffix(run_id))}")
+    # `.replaced.<run>.incomplete` is what retire() left when it was killed while deleting.
+    own = re.compile(rf"iter_\d+({re.escape(REPLACED)})?{re.escape(_staging_ending(run_id))}")
     for leftover in sorted(directory.glob(f"iter_*{INCOMPLETE}")):
         if own.fullmatch(leftover.name):
             shutil.rmtree(leftover)
@@ -125,6 +125,7 @@ def start(directory: Path, iteration: int, run_id: str | None = None) -> None:
                 "%s was not written by this run and stays; delete it if no other run is saving it",
                 leftover,
             )
+    # Without exist_ok: another process with this run's id would write into the same folder.
     staging_folder(directory, iteration, run_id).mkdir()
 
 
@@ -135,42 +136,34 @@ def checkpoint_names(directory: Path) -> list[str]:
     return sorted(found) + [TRACKER] * (directory / TRACKER).exists()
 
 
-def replaced_folder(directory: Path, iteration: int) -> Path:
-    """The folder of a checkpoint while another of the same iteration takes its place."""
-    return directory / f"iter_{iteration:07d}{REPLACED}"
-
-
-def set_aside(folder: Path) -> Path:
-    """Rename an existing folder, to keep it; returns its new path."""
-    places = (folder.with_name(f"{folder.name}.kept-{n}") for n in itertools.count(1))
-    place = next(path for path in places if not path.exists())
-    return folder.rename(place)
-
-
 def publish(directory: Path, iteration: int, run_id: str | None = None) -> None:
-    """Give the filled folder its name, then move the tracker to it."""
-    folder, replaced = iteration_folder(directory, iteration), replaced_folder(directory, iteration)
+    """Give the filled folder its name, then move the tracker to it.
+
+    Called by one rank, after all ranks have written and flushed their files.
+    """
+    folder = iteration_folder(directory, iteration)
+    replaced = iteration_folder(directory, iteration, REPLACED)
     staging = staging_folder(directory, iteration, run_id)
     flush_folder(staging)  # before the rename: a complete name must mean complete content
     if folder.exists():
         # An earlier checkpoint of this iteration: until the next rename readers use `replaced`.
-        _delete(replaced, run_id)
+        # POSIX replaces a folder by rename only if it is empty, so there is no single step.
+        retire(replaced, run_id)
         folder.rename(replaced)
     staging.rename(folder)
-    flush_folder(directory)
+    flush_folder(directory)  # the new name must be on the disk before the tracker points to it
     write_durably(directory / TRACKER, f"{iteration}\n".encode())
-    _delete(replaced, run_id)  # last: until here it is what a crash would fall back to
+    retire(replaced, run_id)  # last: until here it is what a crash would fall back to
 
 
-def retire(directory: Path, iteration: int, run_id: str | None = None) -> None:
-    """Delete a checkpoint of this run."""
-    _delete(iteration_folder(directory, iteration), run_id)
+def retire(folder: Path, run_id: str | None = None) -> None:
+    """Delete the folder of a checkpoint, if it is there.
 
-
-def _delete(folder: Path, run_id: str | None) -> None:
-    # A crash meanwhile leaves no folder under a complete name, and start() removes it.
+    It is renamed first: a crash meanwhile leaves no folder under a complete name, and the next
+    :func:`start` of this run removes the rest.
+    """
     if folder.exists():
-        shutil.rmtree(folder.rename(folder.with_name(folder.name + _staging_suffix(run_id))))
+        shutil.rmtree(folder.rename(folder.with_name(folder.name + _staging_ending(run_id))))
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -179,13 +172,16 @@ def write_durably(path: Path, data: bytes) -> None:
     with open(partial, "wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # before the rename, which may reach the disk before the content
     partial.replace(path)  # atomic within a file system
     flush_folder(path.parent)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write ``values`` as indented JSON; other types than JSON's are written as their text."""
+    """Write ``values`` as indented JSON, durably.
+
+    Other types than JSON's, such as dtypes and paths, are written as their text.
+    """
     write_durably(path, (json.dumps(values, indent=2, default=str) + "\n").encode())
 
 
@@ -219,6 +215,7 @@ def require_content(path: Path) -> None:
             f"{path} is a link to {path.readlink()}, which is not there; copy such a folder with "
             "the files that it links to (cp -L), or download it again"
         )
+    # A clone without Git LFS has text of three lines in place of each large file.
     with open(path, "rb") as file:
         start = file.read(len(LFS_POINTER))
     if start == LFS_POINTER:

@@ -56,13 +56,20 @@ class GlobalTensor:
         self.slices = {torch.Size(part.offsets): part.tensor for part in slices}
 
     def size(self) -> torch.Size:
-        """The global shape; DCP compares it with the file's."""
+        """The global shape.
+
+        DCP compares it with the file's, for objects that have a method of this name.
+        """
         return self.shape
 
     def to_write(self, offsets: torch.Size) -> Tensor:
-        """The slice at ``offsets``; called once, immediately before it is written."""
+        """The slice at ``offsets``; called once, immediately before it is written.
+
+        Subclasses may read or convert it here, so that one slice at a time is in memory.
+        """
         return self.slices[offsets]
 
+    # DCP's protocol for tensors of other libraries: what to write, and what to read into.
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         return [
             WriteItem(
@@ -92,6 +99,7 @@ def in_blocks(slices: Iterable[GlobalSlice]) -> Iterator[GlobalSlice]:
 def row_blocks(tensor_slice: TensorSlice) -> Iterator[TensorSlice]:
     """``tensor_slice`` split along dimension 0 into at most ``BLOCK_ELEMENTS``, in order."""
     start, num_rows = tensor_slice.offsets[0], tensor_slice.sizes[0]
+    # A row that is larger alone stays whole: rows are contiguous in files, parts of them are not.
     at_once = max(1, BLOCK_ELEMENTS // math.prod(tensor_slice.sizes[1:]))
     for row in range(0, num_rows, at_once):
         rows = min(at_once, num_rows - row)
@@ -105,19 +113,27 @@ def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
         CheckpointException: on every rank, if any of them could not write, or if the slices of all
             ranks do not make up the tensors.
     """
+    # The state dict is flat already, and its values are no tensors that torch could flatten.
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _with_or_without_ranks():
-        dcp.save(dict(tensors), storage_writer=SequentialWriter(folder), planner=_SavePlanner())
+        dcp.save(dict(tensors), storage_writer=SequentialWriter(folder), planner=planner)
 
 
-class TensorReader:
+class TensorReader(dcp.FileSystemReader):
     """Reads tensors of one checkpoint, all at once or in several calls that share one index."""
 
-    def __init__(self, folder: Path):
-        self._reader = _IndexedReader(folder)
+    _index: Metadata | None = None
+
+    @override
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        """The index, read once: it has an entry for every slice, and DCP asks in every call."""
+        if self._index is None:
+            self._index = super().read_metadata(*args, **kwargs)
+        return self._index
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor in the files."""
-        return self._reader.read_metadata().state_dict_metadata[name].properties.dtype
+        return self.read_metadata().state_dict_metadata[name].properties.dtype
 
     def read(
         self,
@@ -132,16 +148,13 @@ class TensorReader:
             CheckpointException: on every rank, if any of them could not read.
         """
         with _with_or_without_ranks():
-            dcp.load(dict(tensors), storage_reader=self._reader, planner=_LoadPlanner(advance))
+            dcp.load(dict(tensors), storage_reader=self, planner=_LoadPlanner(advance))
 
 
 class _SavePlanner(DefaultSavePlanner):
-    def __init__(self):
-        # The state dict is flat already, and its values are no tensors that torch could flatten.
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
     @override
     def lookup_object(self, index: MetadataIndex) -> Tensor:
+        # Called by the writer's resolve_data, not while planning: a slice can be read here.
         return self.state_dict[index.fqn].to_write(index.offset)
 
 
@@ -162,19 +175,8 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     @override
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        # `tensor` is the view that was filled: bytes in this run's dtype, not in the file's.
         self._advance(tensor.nbytes)
-
-
-class _IndexedReader(dcp.FileSystemReader):
-    """Reads the index of the checkpoint once: it has an entry for every slice."""
-
-    _index: Metadata | None = None
-
-    @override
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        if self._index is None:
-            self._index = super().read_metadata(*args, **kwargs)
-        return self._index
 
 
 @contextmanager
@@ -204,10 +206,11 @@ class SequentialWriter(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         with open(Path(self.path) / name, "wb") as file:
-            # In a function, whose return releases the tensor.
+            # In a function, whose return releases the tensor before the next one is resolved.
             results = [_write(item, planner.resolve_data(item), file, name) for item in plan.items]
             file.flush()
             os.fsync(file.fileno())  # a checkpoint is published only when it is on the disk
+        # DCP waits for a future; writing was synchronous, so it is complete.
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
@@ -215,9 +218,9 @@ class SequentialWriter(dcp.FileSystemWriter):
 
 def _write(item: WriteItem, tensor: Tensor, file: BinaryIO, name: str) -> WriteResult:
     start = file.tell()
-    tensor = tensor.detach().cpu()
+    tensor = tensor.detach().cpu()  # blocks until the copy has arrived; no copy of a host tensor
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone()  # torch.save writes the whole storage
+        tensor = tensor.clone()  # torch.save writes the whole storage, here of a view
     torch.save(tensor, file)
     length = file.tell() - start
     return WriteResult(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
+from megatron.core.utils import log_single_rank
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks, same_on_all_ranks
@@ -66,25 +67,35 @@ def load_checkpoint(
     folder = start.folder
     if folder is None:
         if config.load:
-            _warn(f"{config.load} has no checkpoint: starting from random weights")
+            warning = f"{config.load} has no checkpoint: starting from random weights"
+            log_single_rank(logger, logging.WARNING, warning)
         return start.progress
     with_optimizer = _with_optimizer(config, state)
     stored = raise_on_all_ranks(lambda: _check(folder, config, state, with_optimizer))
     for note in start.notes:
-        _warn(note)
+        log_single_rank(logger, logging.WARNING, note)
+    tensors = {}
+    for shard in state.shards.shards(with_moments=with_optimizer):
+        layout = state.layouts[shard.name]
+        for name, tensor in tensors_of(shard):
+            if layout.has_padding:
+                tensor.zero_()  # padding is in no file
+            slices = layout.global_slices(tensor, shard.slices)  # views: DCP fills the live tensors
+            tensors[name] = GlobalTensor(layout.global_shape, slices)
     try:
-        TensorReader(folder).read(_tensors_to_fill(state, with_optimizer), advance)
+        TensorReader(folder).read(tensors, advance)
     except CheckpointException as error:  # on all ranks, for an error on any of them
         failure, _ = next(iter(error.failures.values()))
         reason = f"{type(failure).__name__} where its tensors are read"
         raise ValueError(damaged(folder, reason)) from error
     if with_optimizer:
         state.shards.set_step(stored.optimizer_step)
+    # The shards are fp32 main weights; the model computes with parameters of its own dtype.
     state.shards.sync_model_params()
     if with_optimizer and state.scheduler is not None:
         take_settings = config.use_checkpoint_opt_param_scheduler
         resume_schedule(state.scheduler, stored.scheduler, take_settings=take_settings)
-    if config.load_rng and not config.finetune:
+    if config.load_rng and not config.finetune:  # last: nothing after it draws random numbers
         _restore_random_state(folder, stored, state, seed)
     return start.progress
 
@@ -117,6 +128,7 @@ def bytes_to_read(config: CheckpointConfig, state: CheckpointState) -> int:
 
 
 def _with_optimizer(config: CheckpointConfig, state: CheckpointState) -> bool:
+    # A run that only evaluates has no moments to load into.
     return config.load_optim and not config.finetune and state.shards.has_moments
 
 
@@ -137,26 +149,15 @@ def _check(
         for layout in state.layouts.values()
         for name in tensor_names(layout.name, with_moments=with_optimizer)
     }
+    # Every rank reads the index and the sizes of all files: a node may have an incomplete copy.
     files = TensorFiles.open(folder)
     files.require(expected, allow_more=None if with_optimizer else "optimizer.")
     if changed := changed_settings(before, here):
-        _warn(f"{folder} becomes another function of its input: {'; '.join(changed)}")
+        warning = f"{folder} becomes another function of its input: {'; '.join(changed)}"
+        log_single_rank(logger, logging.WARNING, warning)
     if config.load_rng and stored.ranks == RankLayout.of(state.groups):
         read_random_state(folder, dist.get_rank())  # to fail now, not after the weights are read
     return stored
-
-
-def _tensors_to_fill(state: CheckpointState, with_optimizer: bool) -> dict[str, GlobalTensor]:
-    tensors = {}
-    for shard in state.shards.shards(with_moments=with_optimizer):
-        layout = state.layouts[shard.name]
-        for name, tensor in tensors_of(shard):
-            if layout.has_padding:
-                tensor.zero_()  # padding is in no file
-            tensors[name] = GlobalTensor(
-                layout.global_shape, layout.global_slices(tensor, shard.slices)
-            )
-    return tensors
 
 
 def _restore_random_state(
@@ -169,12 +170,9 @@ def _restore_random_state(
     # Not the seed alone: the random numbers of the first iterations would repeat.
     seed_generators(seed + stored.progress.iteration)
     if stored.ranks is not None:
-        _warn(
+        log_single_rank(
+            logger,
+            logging.WARNING,
             f"{folder} was saved by {stored.ranks}, here are {ranks}: random numbers restart "
-            f"from seed {seed}, iteration {stored.progress.iteration}"
+            f"from seed {seed}, iteration {stored.progress.iteration}",
         )
-
-
-def _warn(line: str) -> None:
-    if dist.get_rank() == 0:
-        logger.warning(line)

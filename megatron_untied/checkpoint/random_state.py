@@ -11,6 +11,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 
 from megatron_untied.checkpoint.directory import require_content, write_durably
 
+FILE = "random_{rank:05d}.pt"
+"""Name of the file with the generators of a rank, in the checkpoint's folder."""
+
 
 def save_random_state(folder: Path, rank: int) -> None:
     """Write the states of this rank's generators to a file of its own."""
@@ -21,11 +24,12 @@ def save_random_state(folder: Path, rank: int) -> None:
         "numpy": (kind, torch.from_numpy(keys.astype(numpy.int64)), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        # Dropout inside tensor-parallel regions draws from these, not from the default generator.
         "megatron": get_cuda_rng_tracker().get_states(),
     }
-    buffer = io.BytesIO()
+    buffer = io.BytesIO()  # tens of KB; write_durably takes bytes
     torch.save(state, buffer)
-    write_durably(random_state_file(folder, rank), buffer.getvalue())
+    write_durably(folder / FILE.format(rank=rank), buffer.getvalue())
 
 
 def read_random_state(folder: Path, rank: int) -> dict[str, Any]:
@@ -34,7 +38,7 @@ def read_random_state(folder: Path, rank: int) -> dict[str, Any]:
     Raises:
         ValueError: the file is missing or damaged.
     """
-    path = random_state_file(folder, rank)
+    path = folder / FILE.format(rank=rank)
     if not path.is_file():
         raise ValueError(f"{path} is missing; give --no-load-rng to continue without it")
     require_content(path)
@@ -57,14 +61,9 @@ def load_random_state(folder: Path, rank: int) -> None:
     get_cuda_rng_tracker().set_states(state["megatron"])
 
 
-def random_state_file(folder: Path, rank: int) -> Path:
-    """The file with a rank's generators."""
-    return folder / f"random_{rank:05d}.pt"
-
-
 def seed_generators(seed: int) -> None:
     """Seed every generator; tensor-parallel ranks differ where megatron-core requires it."""
     random.seed(seed)
-    numpy.random.seed(seed % 2**32)
+    numpy.random.seed(seed % 2**32)  # numpy refuses larger seeds
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -1,14 +1,56 @@
-"""``run_config.json`` beside the weights: the run's settings, for ``--use-checkpoint-args``."""
+"""``run_config.json`` beside the weights: architecture, settings of the run, and provenance.
+
+The architecture is read back for ``--use-checkpoint-args`` and to check that a checkpoint fits.
+The :class:`Provenance` tells which run wrote a checkpoint and which samples it has seen.
+"""
 
 import dataclasses
 import typing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_untied.checkpoint.directory import find_checkpoint, read_json, write_json
-from megatron_untied.checkpoint.provenance import PROVENANCE, RUN_CONFIG, Provenance
 from megatron_untied.config import ModelConfig, RotaryConfig
 from megatron_untied.config.problems import model_problems
+
+RUN_CONFIG = "run_config.json"
+PROVENANCE = "provenance"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Settings that determine the training samples, by flag; the values are JSON."""
+
+    order: dict[str, Any]
+    """Settings of the order of samples: another value would repeat some and miss some."""
+    content: dict[str, Any]
+    """Settings of how the same samples are presented to the model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """The origin of a checkpoint. Checkpoints of earlier versions have no provenance."""
+
+    run_id: str | None = None
+    """Identifies the run that wrote it: the same for all checkpoints of one run and its restarts in
+    one folder."""
+    samples: Samples | None = None
+    source_dtype: str | None = None
+    """Dtype of the Hugging Face weights that training started from, such as ``bfloat16``."""
+
+
+def write_run_config(
+    folder: Path, model: ModelConfig, run_config: Any, provenance: Provenance
+) -> None:
+    """Write the architecture, the provenance and the settings of ``run_config``.
+
+    ``run_config`` is a dataclass, or None where there was no run.
+    """
+    values = dataclasses.asdict(run_config) if run_config is not None else {}
+    # Last: these are what is read back, whatever run_config holds under the same names.
+    values |= {"model": dataclasses.asdict(model), PROVENANCE: dataclasses.asdict(provenance)}
+    write_json(folder / RUN_CONFIG, values)
 
 
 def read_model_config(directory: str | Path, iteration: int | None = None) -> ModelConfig:
@@ -35,27 +77,16 @@ def model_config_of(folder: Path) -> ModelConfig:
         raise ValueError(f"{path} holds no architecture; choose another with --ckpt-step")
     rotary = _from_json(RotaryConfig, values.get("rotary", {}), path)
     model = _from_json(ModelConfig, values | {"rotary": rotary}, path)
+    # The file may be edited by hand: types alone do not make a model that can be built.
     found = list(model_problems(model, lambda field: field))
     if found:
         raise ValueError(f"{path}: {'; '.join(found)}; choose another with --ckpt-step")
     return model
 
 
-def write_run_config(
-    folder: Path, model: ModelConfig, run_config: Any, provenance: Provenance
-) -> None:
-    """Write the architecture, the provenance and the settings of ``run_config``.
-
-    ``run_config`` is a dataclass, or None where there was no run.
-    """
-    values = dataclasses.asdict(run_config) if run_config is not None else {}
-    # Last: these are what is read back, whatever run_config holds under the same names.
-    values |= {"model": dataclasses.asdict(model), PROVENANCE: dataclasses.asdict(provenance)}
-    write_json(folder / RUN_CONFIG, values)
-
-
 def _from_json(config: type, values: dict[str, Any], path: Path) -> Any:
     known = {field.name: field for field in dataclasses.fields(config)}
+    # A field with a default may be missing: it is newer than the checkpoint.
     required = {
         name
         for name, field in known.items()
@@ -83,3 +114,37 @@ def is_a(value: Any, kind: Any) -> bool:
     if isinstance(value, bool) or kind is bool:  # Python's bool is an int
         return isinstance(value, bool) and kind is bool
     return isinstance(value, (int, float) if kind is float else kind)  # JSON writes 1.0 as 1.0 or 1
+
+
+def read_provenance(folder: Path) -> Provenance:
+    """The provenance of the checkpoint in ``folder``.
+
+    Raises:
+        ValueError: its ``run_config.json`` is missing or not valid.
+    """
+    path = folder / RUN_CONFIG
+    values = read_json(path).get(PROVENANCE, {})
+    try:
+        samples = values.get("samples")
+        return Provenance(**values | {"samples": Samples(**samples) if samples else None})
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{path} is of another version ({error}); choose another checkpoint with --ckpt-step"
+        ) from error
+
+
+def is_of_run(folder: Path, run_id: str | None) -> bool:
+    """Whether the run wrote the checkpoint in ``folder``; False for one that cannot be read."""
+    try:
+        return read_provenance(folder).run_id == run_id
+    except (ValueError, OSError):
+        return False  # the caller replaces or deletes only what is surely its own
+
+
+def differences(before: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """The flags whose values differ, with both values."""
+    return [
+        f"{flag}: {before.get(flag, 'not given')}, here {here.get(flag, 'not given')}"
+        for flag in dict.fromkeys([*before, *here])  # a set would reorder them in each process
+        if before.get(flag) != here.get(flag)
+    ]

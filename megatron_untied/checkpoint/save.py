@@ -1,5 +1,6 @@
 """Saves the live objects of a run as a checkpoint, published only when complete on the disk."""
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,8 @@ from megatron_untied.checkpoint import directory as disk
 from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks
 from megatron_untied.checkpoint.compatibility import schedule_state
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, in_blocks, write_tensors
-from megatron_untied.checkpoint.provenance import Provenance, is_of_run
 from megatron_untied.checkpoint.random_state import save_random_state
-from megatron_untied.checkpoint.run_config import write_run_config
+from megatron_untied.checkpoint.run_config import Provenance, is_of_run, write_run_config
 from megatron_untied.checkpoint.state import (
     CheckpointState,
     Progress,
@@ -53,6 +53,7 @@ def save_checkpoint(
     provenance = provenance or Provenance()
     own = directory, progress.iteration, provenance.run_id
     staging = disk.staging_folder(*own)
+    # Each step is also a barrier: no rank may write before the folder is there.
     raise_on_all_ranks(lambda: rank == 0 and disk.start(*own))
     raise_on_all_ranks(lambda: save_random_state(staging, rank))
     tensors = {}
@@ -63,6 +64,7 @@ def save_checkpoint(
             tensors[name] = GlobalTensor(layout.global_shape, slices)
     write_tensors(staging, tensors)
 
+    # On rank 0, after write_tensors() has returned on all ranks: their files are flushed.
     def finish() -> None:
         StoredState(
             progress=progress,
@@ -83,10 +85,12 @@ def _publish(
     """Make the staged checkpoint the latest; delete the previous one if it need not be kept."""
     before = disk.latest_iteration(directory)
     # The second is the only copy where another run was stopped while it replaced a checkpoint.
-    for place in (disk.iteration_folder, disk.replaced_folder):
-        folder = place(directory, iteration)
+    for ending in ("", disk.REPLACED):
+        folder = disk.iteration_folder(directory, iteration, ending)
         if folder.exists() and not is_of_run(folder, run_id):
-            kept = disk.set_aside(folder)
+            names = (f"{folder.name}.kept-{number}" for number in itertools.count(1))
+            kept = next(path for path in map(folder.with_name, names) if not path.exists())
+            folder.rename(kept)
             logger.warning("%s was not written by this run and is now %s", folder, kept.name)
     disk.publish(directory, iteration, run_id)
     if before is None:
@@ -97,5 +101,6 @@ def _publish(
             *(directory / disk.TRACKER, iteration, before),
         )
     elif save_retain_interval and before < iteration and before % save_retain_interval:
-        if is_of_run(disk.iteration_folder(directory, before), run_id):
-            disk.retire(directory, before, run_id)
+        previous = disk.iteration_folder(directory, before)
+        if is_of_run(previous, run_id):
+            disk.retire(previous, run_id)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_untied.checkpoint import directory as disk
-from megatron_untied.checkpoint.provenance import (
+from megatron_untied.checkpoint.run_config import (
     Provenance,
     Samples,
     differences,
@@ -52,40 +52,43 @@ def find_start(
         ValueError: a required checkpoint is missing or damaged, was trained on other samples, or
             ``save`` holds checkpoints of another run.
     """
+    # Resolved: the same folder may be given relative, or through a link.
+    loads_own_folder = bool(
+        config.load and config.save and Path(config.load).resolve() == Path(config.save).resolve()
+    )
     folder = disk.find_checkpoint(Path(config.load), config.ckpt_step) if config.load else None
-    if folder is None:
-        if config.load:
-            _require_first_start(config, skip_train)
-        start = Start(provenance=Provenance(samples=samples))
+    if folder is not None:
+        start = _start_from(folder, config, None if skip_train else samples, loads_own_folder)
     else:
-        start = _start_from(folder, config, None if skip_train else samples)
+        # These flags make sense only for a checkpoint that exists; without them a run that saves
+        # to the folder it loads from is at its own first start.
+        requiring = {
+            "--finetune": config.finetune,
+            "--no-load-optim": not config.load_optim,
+            "--reset-data-position": config.reset_data_position,
+            "--skip-train": skip_train,
+            "--exit-on-missing-checkpoint": config.exit_on_missing_checkpoint,
+            "--load": not loads_own_folder,
+        }
+        given = [flag for flag, is_given in requiring.items() if is_given]
+        if config.load and given:
+            needs = "a folder other than that of --save" if given[0] == "--load" else given[0]
+            raise ValueError(
+                f"--load {config.load} has no checkpoint, and {needs} needs one; check the path, "
+                f"or leave {' and '.join(given)} out to start from random weights"
+            )
+        start = Start(provenance=Provenance(samples=samples))
     if config.save and not (skip_train or start.same_run or config.save_into_existing):
-        _require_no_checkpoints(config)
+        _require_no_checkpoints(config, loads_own_folder)
     return start
 
 
-def _require_first_start(config: CheckpointConfig, skip_train: bool) -> None:
-    """Refuse a missing checkpoint, except for a run that has not saved yet."""
-    # These flags make sense only for a checkpoint that exists.
-    requiring = {
-        "--finetune": config.finetune,
-        "--no-load-optim": not config.load_optim,
-        "--reset-data-position": config.reset_data_position,
-        "--skip-train": skip_train,
-        "--exit-on-missing-checkpoint": config.exit_on_missing_checkpoint,
-        "--load": not _same_folder(config.load, config.save),
-    }
-    if given := [flag for flag, is_given in requiring.items() if is_given]:
-        needs = "a folder other than that of --save" if given[0] == "--load" else given[0]
-        raise ValueError(
-            f"--load {config.load} has no checkpoint, and {needs} needs one; check the path, "
-            f"or leave {' and '.join(given)} out to start from random weights"
-        )
-
-
-def _start_from(folder: Path, config: CheckpointConfig, samples: Samples | None) -> Start:
+def _start_from(
+    folder: Path, config: CheckpointConfig, samples: Samples | None, loads_own_folder: bool
+) -> Start:
     stored = read_provenance(folder)
-    same_run = not config.finetune and _same_folder(config.load, config.save)
+    # The run id decides which checkpoints may be replaced or deleted, so only a restart keeps it.
+    same_run = loads_own_folder and not config.finetune
     provenance = replace(stored, samples=samples, run_id=stored.run_id if same_run else None)
     if config.finetune:
         return Start(folder=folder, provenance=provenance)
@@ -125,11 +128,12 @@ def _compare_samples(
     return []
 
 
-def _require_no_checkpoints(config: CheckpointConfig) -> None:
+def _require_no_checkpoints(config: CheckpointConfig, loads_own_folder: bool) -> None:
+    # Saving among them would move the tracker, and so hide the other run's latest checkpoint.
     names = disk.checkpoint_names(Path(config.save))
     if not names:
         return
-    if config.finetune and _same_folder(config.load, config.save):
+    if config.finetune and loads_own_folder:
         reason, advice = "--finetune starts a new run", "leave --finetune out to continue it"
     else:
         reason, advice = "this run does not continue them", f"--load {config.save} to continue them"
@@ -138,8 +142,3 @@ def _require_no_checkpoints(config: CheckpointConfig) -> None:
         f"--save {config.save} holds checkpoints already ({listed}), and {reason}; give another "
         f"folder, or {advice}, or --save-into-existing to save beside them"
     )
-
-
-def _same_folder(load: str | None, save: str | None) -> bool:
-    # Resolved: the same folder may be given relative, or through a link.
-    return bool(load and save) and Path(load).resolve() == Path(save).resolve()

@@ -82,6 +82,7 @@ class StoredState:
         """
         values = read_json(folder / STATE)
         try:
+            # The dataclasses refuse unknown and missing fields, of another version for example.
             values["progress"] = Progress(**values["progress"])
             values["ranks"] = RankLayout(**values["ranks"]) if values["ranks"] else None
             return cls(**values)
@@ -102,4 +103,5 @@ def tensors_of(shard: Shard) -> Iterator[tuple[str, Tensor]]:
 def tensor_names(parameter: str, *, with_moments: bool) -> list[str]:
     """The names in a checkpoint of a parameter and its moments."""
     moments = MOMENTS if with_moments else ()
+    # Of every parameter of the model: tensors_of() names those that this rank has a shard of.
     return [f"model.{parameter}", *(f"optimizer.{moment}.{parameter}" for moment in moments)]

@@ -43,7 +43,7 @@ from megatron_untied.config import (
     RotaryConfig,
 )
 from megatron_untied.config.checkpoint import CheckpointConfig
-from megatron_untied.config.data import DataConfig
+from megatron_untied.config.data import DataConfig, check_split
 from megatron_untied.config.flag_names import flag_of, value_name
 from megatron_untied.config.run import (
     BatchConfig,
@@ -52,10 +52,10 @@ from megatron_untied.config.run import (
     LoggingConfig,
     LoopConfig,
     OptimizationConfig,
+    ProfilingConfig,
     RunConfig,
     ScheduleConfig,
 )
-from megatron_untied.data.blend import check_split
 from megatron_untied.flops import slow_step_seconds
 from megatron_untied.platform import device
 from megatron_untied.presets import read_preset
@@ -82,6 +82,10 @@ REQUIRED_FLAGS = {
     "sequence_tile_size": "recompute_granularity",
     "cpu_offloading_num_layers": "recompute_granularity",
     "park_during_attention": "recompute_granularity",
+    "profile_step_start": "profile",
+    "profile_step_end": "profile",
+    "profile_ranks": "profile",
+    "use_pytorch_profiler": "profile",
     "save_interval": "save",
     "save_retain_interval": "save",
     "save_into_existing": "save",
@@ -149,6 +153,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         loop=_take(LoopConfig, values),
         logging=_logging(values),
         distributed=_distributed(values, timeout_minutes(model, memory, batch, world_size)),
+        profiling=_take(ProfilingConfig, values, profile_ranks=tuple(values["profile_ranks"])),
         attention_backend=values["attention_backend"],
         transformer_impl=values["transformer_impl"],
         seed=values["seed"],

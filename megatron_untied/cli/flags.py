@@ -394,6 +394,14 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             metavar="S",
             help="seconds between progress lines within a step; 0 disables them",
         ),
+        switch("--profile", "trace steps with PyTorch's profiler, into --tensorboard-dir"),
+        flag("--profile-step-start", index, 10, help="steps before the first traced one"),
+        flag("--profile-step-end", count, 12, help="the last step to trace"),
+        flag("--profile-ranks", index, (0,), nargs="+", metavar="R", help="ranks to trace (0)"),
+        switch(
+            "--use-pytorch-profiler",
+            "the profiler of --profile; always on, accepted for compatibility",
+        ),
     ),
 }
 
@@ -415,7 +423,6 @@ NOT_YET: dict[str, str] = {
     "--seq-length-schedule": "the sequence length is constant",
     "--attention-backend unfused": "use local, attention by matrix products",
     "--async-save": "checkpointing is synchronous",
-    "--profile": "there is no profiler yet",
     # Megatron's flags for features that the design excludes.
     "--pipeline-model-parallel-size": "not implemented; use tensor, context and data parallelism",
     "--expert-model-parallel-size": "there are no mixture-of-experts layers",

@@ -46,6 +46,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     if config.loop.skip_train and not config.evaluation.eval_iters:
         yield "--skip-train only evaluates, but --eval-iters is 0; give --eval-iters 1 or more"
     yield from _optimizer(config)
+    yield from _profiling(config, world_size)
 
 
 def _ranks(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -251,6 +252,23 @@ def _schedule_of_checkpoint(checkpoint: CheckpointConfig) -> Iterator[str]:
     if checkpoint.finetune or not checkpoint.load_optim:
         other = "--finetune" if checkpoint.finetune else "--no-load-optim"
         yield f"{flag} has no effect with {other}, which restarts the schedule; give one of them"
+
+
+def _profiling(config: RunConfig, world_size: int) -> Iterator[str]:
+    profiling = config.profiling
+    if not profiling.profile:
+        return
+    if config.logging.tensorboard_dir is None:
+        yield "--profile writes a trace per rank into --tensorboard-dir; give that folder too"
+    if not profiling.iterations:
+        start = profiling.profile_step_start
+        yield (
+            f"--profile-step-end {profiling.profile_step_end} is not above --profile-step-start "
+            f"{start}, so no step is traced; use {start + 1}"
+        )
+    for rank in profiling.profile_ranks:
+        if rank >= world_size:
+            yield f"--profile-ranks {rank} is not one of the ranks 0 to {world_size - 1}"
 
 
 def _multiple(value: int, of: int) -> int:

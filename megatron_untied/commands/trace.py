@@ -70,7 +70,7 @@ def as_json(trace: StepTrace) -> dict[str, object]:
     return {
         "peak_device_bytes": trace.peak.num_bytes,
         "peak_phase": trace.peak_phase,
-        "live_at_peak": trace.peak.by_cause,
+        "live_at_peak": trace.peak.by_category,
         "peak_by_phase": {name: peak.num_bytes for name, peak in trace.peak_by_phase.items()},
         "model_state_bytes": trace.model_state_bytes,
         "host_bytes": trace.host_bytes,
@@ -88,8 +88,8 @@ def print_trace(trace: StepTrace, console: Console) -> None:
     }
     print_table(console, "Device memory by phase", "phase", ["highest, GiB"], phases)
     alive = {
-        cause: [f"{num_bytes / GIB:.2f}"]
-        for cause, num_bytes in trace.peak.by_cause.items()
+        category: [f"{num_bytes / GIB:.2f}"]
+        for category, num_bytes in trace.peak.by_category.items()
         if num_bytes >= trace.peak.num_bytes / 1000
     }
     title = f"Alive at the peak, in {trace.peak_phase}"

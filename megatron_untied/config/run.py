@@ -135,6 +135,24 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProfilingConfig:
+    """Iterations that PyTorch's profiler traces, and on which ranks; numbered as in Megatron."""
+
+    profile: bool = False
+    profile_step_start: int = 10
+    """Iterations before the first one that is traced."""
+    profile_step_end: int = 12
+    """The last iteration that is traced."""
+    profile_ranks: tuple[int, ...] = (0,)
+
+    @property
+    def iterations(self) -> range:
+        """Iterations to trace, counted from 1; empty without ``profile``."""
+        last = self.profile_step_end if self.profile else 0
+        return range(self.profile_step_start + 1, last + 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DistributedConfig:
     """Backend and timeout of collectives."""
 
@@ -160,6 +178,7 @@ class RunConfig:
     loop: LoopConfig
     logging: LoggingConfig
     distributed: DistributedConfig
+    profiling: ProfilingConfig = ProfilingConfig()
     attention_backend: AttentionBackend = "auto"
     """Attention kernels to choose from."""
     transformer_impl: TransformerImpl = "local"

@@ -55,15 +55,6 @@ class HeadSchedule:
         uses = [head for run in by_rank for head in {head for a in run for head in a.kv_heads}]
         return len(uses) > len(set(uses))
 
-    def kv_heads_in_many_chunks(self, rank: int) -> bool:
-        """Whether ``rank`` uses a key-value head in more than one chunk."""
-        run = self.of_rank(rank)
-        return sum(len(x.kv_heads) for x in run) > sum(len(x.kv_to_load) for x in run)
-
-    def of_rank(self, rank: int) -> list[ChunkAssignment]:
-        """The heads of one rank, chunk by chunk."""
-        return [chunk[rank] for chunk in self.chunks]
-
 
 def legal_heads_per_chunk(num_heads: int, num_ranks: int) -> list[int]:
     """Every valid ``heads_per_chunk`` of :func:`head_schedule`; the last is a single exchange."""

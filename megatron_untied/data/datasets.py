@@ -14,11 +14,11 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from megatron_untied.checkpoint.collective_errors import gather_objects, raise_on_all_ranks
-from megatron_untied.config.data import DataConfig
-from megatron_untied.data.blend import SPLIT_NAMES, Blend, check_split, parse_blend
+from megatron_untied.config.data import SPLIT_NAMES, DataConfig, check_split, parse_blend
 from megatron_untied.data.index_cache import in_turns
 from megatron_untied.data.indexed_files import (
     IndexedFiles,
+    fingerprint_of,
     first_inside,
     open_indexed_files,
     require_token,
@@ -65,20 +65,18 @@ def build_datasets(
         ValueError: if files are damaged, do not fit the tokenizer or differ between nodes, or a
             split is too short. An error on one rank is raised on all.
     """
-    blend = parse_blend(data.data_path)
-
-    def open_files() -> list[IndexedFiles]:
-        files = [_open(prefix, data, tokenizer) for prefix in blend.prefixes]
-        check_provenance(files, tokenizer)
-        return files
-
-    files = raise_on_all_ranks(open_files)
-    fingerprints = tuple(pair.fingerprint() for pair in files)
+    blend, source = parse_blend(data.data_path), {}
+    files = raise_on_all_ranks(lambda: _open_files(blend.prefixes, data, tokenizer))
+    fingerprints = tuple(fingerprint_of(pair.lengths) for pair in files)
     _require_same_documents(blend.prefixes, fingerprints)
+    if not data.mock_data:  # without a blend megatron-core builds mock data
+        check_split(data.split)
+        weights = blend.weights and list(blend.weights)
+        source = {"blend": (list(blend.prefixes), weights), "split": data.split}
     config = PackedDocumentsConfig(
         random_seed=seed,
         sequence_length=seq_length,
-        **_source(data, blend),
+        **source,
         fingerprints=fingerprints,
         cache_folder=data.data_cache_path,
         tokenizer=tokenizer,
@@ -96,6 +94,7 @@ def build_datasets(
         _check_splits(pair, config, num_samples)
     dataset_class = MockPackedDocuments if data.mock_data else PackedDocuments
     builder = _Builder(dataset_class, num_samples, lambda: True, config)
+    # Minutes of index building on the first rank of a node, a map of its files on all others.
     datasets = in_turns(builder.build)
     for name, dataset, samples in zip(SPLIT_NAMES, datasets, num_samples, strict=True):
         if dataset is not None and len(dataset) < samples:
@@ -118,6 +117,7 @@ class _Builder(BlendedMegatronDatasetBuilder):
     def build_generic_dataset(
         cls: Callable, is_built_on_rank: Callable, synchronize_ranks: bool, *args: Any
     ) -> Dataset:
+        # By class: the builder names BlendedDataset itself, with no slot for another.
         return (BlendedDocuments if cls is BlendedDataset else cls)(*args)
 
     @override
@@ -131,24 +131,31 @@ class _Builder(BlendedMegatronDatasetBuilder):
         return [list(datasets) for datasets in zip(*splits_by_file, strict=True)]
 
 
-def _open(prefix: str, data: DataConfig, tokenizer: MegatronTokenizerBase) -> IndexedFiles:
-    """Open the files of ``prefix``, checked against the tokenizer and the flags."""
-    files = open_indexed_files(prefix, vocab_size=tokenizer.vocab_size)
-    if data.eod_mask_loss:
-        require_token(files, tokenizer.eod, "--eod-mask-loss")
-    if data.document_boundaries == "eod":
-        require_token(files, tokenizer.eod, "--document-boundaries eod")
-    elif data.reset_position_ids:
-        place = first_inside(files, tokenizer.eod)
-        if place is not None:
-            log_single_rank(
-                logger,
-                logging.WARNING,
-                f"--data-path {prefix} has end-of-document tokens inside documents, the first at "
-                f"place {place} of the .bin: these end no document; give --document-boundaries eod "
-                "if they should",
-            )
-    return files
+def _open_files(
+    prefixes: Sequence[str], data: DataConfig, tokenizer: MegatronTokenizerBase
+) -> list[IndexedFiles]:
+    """Open the token files, checked against the tokenizer and the flags."""
+    opened = []
+    for prefix in prefixes:
+        files = open_indexed_files(prefix, vocab_size=tokenizer.vocab_size)
+        opened.append(files)
+        if data.eod_mask_loss:
+            require_token(files, tokenizer.eod, "--eod-mask-loss")
+        if data.document_boundaries == "eod":
+            require_token(files, tokenizer.eod, "--document-boundaries eod")
+        elif data.reset_position_ids:
+            # Legal: the text itself may hold the token. A warning, for files without boundaries.
+            place = first_inside(files, tokenizer.eod)
+            if place is not None:
+                log_single_rank(
+                    logger,
+                    logging.WARNING,
+                    f"--data-path {prefix} has end-of-document tokens inside documents, the first "
+                    f"at place {place} of the .bin: these end no document; give "
+                    "--document-boundaries eod if they should",
+                )
+    check_provenance(opened, tokenizer)
+    return opened
 
 
 def _require_same_documents(prefixes: Sequence[str], fingerprints: Sequence[str]) -> None:
@@ -165,17 +172,6 @@ def _require_same_documents(prefixes: Sequence[str], fingerprints: Sequence[str]
                     f"--data-path {prefix} holds other documents on rank {rank} ({host}) than "
                     f"on rank 0 ({first_host}); copy the same files to all nodes"
                 )
-
-
-def _source(data: DataConfig, blend: Blend) -> dict:
-    """Megatron-core's config fields for the token files; without them it builds mock data."""
-    if data.mock_data:
-        return {}
-    check_split(data.split)
-    return {
-        "blend": (list(blend.prefixes), blend.weights and list(blend.weights)),
-        "split": data.split,
-    }
 
 
 def _check_splits(

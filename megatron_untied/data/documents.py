@@ -153,9 +153,17 @@ def _texts(record: Record, keys: Sequence[str], replace: bool) -> tuple[dict[str
     try:
         return _decoded(record, keys, errors="strict"), None
     except UnicodeError as error:
-        problem = _invalid_text(error)
+        invalid = error.object[error.start]
+        if isinstance(error, UnicodeDecodeError):
+            problem = f"not UTF-8 (byte 0x{invalid:02x} at {error.start})"
+        else:
+            problem = (
+                f"U+{ord(invalid):04X} at character {error.start} is half of a pair (a lone "
+                "surrogate)"
+            )
         if not replace:
             raise ValueError(problem) from error
+        # A second pass, for invalid texts only: the strict one tells what was replaced.
         return _decoded(record, keys, errors="replace"), problem
 
 
@@ -164,13 +172,28 @@ def _decoded(record: Record, keys: Sequence[str], *, errors: str) -> dict[str, s
     if isinstance(content, bytes) and record.number == 0:
         content = {"text": content}
     elif isinstance(content, bytes):
-        content = _json(content.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors))
+        line = content.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors)
+        reason = None
+        try:
+            content = json.loads(line)
+        except json.JSONDecodeError as error:
+            reason = f"{error.msg} at column {error.colno}"
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits; nesting
+            reason = str(error)
+        if reason is not None:  # outside the handlers: a chained traceback would hold the line
+            raise ValueError(f"not a line of JSON ({reason}); each line must be one object")
     texts = {}
     for key in keys:
         value = content.get(key) if isinstance(content, dict) else None
         text = value.decode("utf-8", errors) if isinstance(value, bytes) else value
         if not isinstance(text, str):
-            raise ValueError(_missing_text(content, key))
+            problem = f"no text under the key {key!r} of --json-keys"
+            if not isinstance(content, dict):
+                raise ValueError(f"{problem}; found: {type(content).__name__}")
+            if key not in content:
+                raise ValueError(f"{problem}; found: {', '.join(content) or 'no key at all'}")
+            kind = "null" if content[key] is None else f"a {type(content[key]).__name__}"
+            raise ValueError(f"{problem}: its value is {kind}")
         if errors == "strict":
             text.encode("utf-8")  # fails for lone surrogates, which JSON allows and UTF-8 does not
         else:
@@ -178,33 +201,6 @@ def _decoded(record: Record, keys: Sequence[str], *, errors: str) -> dict[str, s
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", errors)
         texts[key] = text
     return texts
-
-
-def _json(line: str) -> object:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at column {error.colno}"
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; nesting
-        reason = str(error)
-    raise ValueError(f"not a line of JSON ({reason}); each line must be one object")
-
-
-def _missing_text(content: object, key: str) -> str:
-    problem = f"no text under the key {key!r} of --json-keys"
-    if not isinstance(content, dict):
-        return f"{problem}; found: {type(content).__name__}"
-    if key not in content:
-        return f"{problem}; found: {', '.join(content) or 'no key at all'}"
-    value = content[key]
-    return f"{problem}: its value is {'null' if value is None else f'a {type(value).__name__}'}"
-
-
-def _invalid_text(error: UnicodeError) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start})"
-    surrogate = ord(error.object[error.start])
-    return f"U+{surrogate:04X} at character {error.start} is half of a pair (a lone surrogate)"
 
 
 POLICIES = ("error", "skip", "replace")
@@ -252,6 +248,8 @@ class BadLines:
         Raises:
             ValueError: it cannot, and the policy is "error".
         """
+        if not (document.problem or document.replaced):
+            return True
         if document.problem:
             if self._policy == "error":
                 raise ValueError(
@@ -259,10 +257,16 @@ class BadLines:
                     "documents out, replace puts U+FFFD in place of invalid text"
                 )
             self.num_skipped += 1
-            self._note(f"{document.place}: left out: {document.problem}")
-        elif document.replaced:
+            line = f"{document.place}: left out: {document.problem}"
+        else:
             self.num_replaced += 1
-            self._note(f"{document.place}: replaced by U+FFFD: {document.replaced}")
+            line = f"{document.place}: replaced by U+FFFD: {document.replaced}"
+        if len(self._first) < _LINES_KEPT:
+            self._first.append(line)
+        if self._report:
+            # Opened with the first bad line: a run without any leaves no empty file.
+            self._file = self._file or self._report.open(self._mode, encoding="utf-8")
+            self._file.write(line + "\n")
         return not document.problem
 
     def summary(self) -> Iterator[str]:
@@ -276,10 +280,3 @@ class BadLines:
             yield from (f"  {line}" for line in self._first)
             if num_bad > len(self._first):
                 yield f"  and {num_bad - len(self._first):,} more"
-
-    def _note(self, line: str) -> None:
-        if len(self._first) < _LINES_KEPT:
-            self._first.append(line)
-        if self._report:
-            self._file = self._file or self._report.open(self._mode, encoding="utf-8")
-            self._file.write(line + "\n")

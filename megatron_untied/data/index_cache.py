@@ -6,7 +6,6 @@ rank of a node to a folder of that node. Every rank verifies the checksums kept 
 """
 
 import contextlib
-import functools
 import os
 import uuid
 import zlib
@@ -31,18 +30,16 @@ def in_turns(build: Callable[[], T]) -> T:
     Collective over all ranks, which all raise the error of the first that failed.
     ``build`` itself must not call collectives.
     """
-    own_turn, results = 0, []
+    own_turn, result = 0, None
     if dist.is_initialized() and dist.get_rank() > 0:
         # Without LOCAL_RANK of a launcher, each rank may be alone on its node.
         own_turn = 1 if dist.get_node_local_rank(fallback_rank=0) == 0 else 2
-
-    def take(turn: int) -> None:
-        if turn == own_turn:
-            results.append(build())
-
     for turn in range(NUM_TURNS if dist.is_initialized() else 1):
-        raise_on_all_ranks(functools.partial(take, turn))  # also a barrier between turns
-    return results[0]
+        # Also a barrier between turns: the files of one turn are complete before the next looks.
+        built = raise_on_all_ranks(build if turn == own_turn else lambda: None)
+        if turn == own_turn:
+            result = built
+    return result
 
 
 def cached_arrays(
@@ -71,9 +68,17 @@ def cached_arrays(
         arrays = make()
         with _explain_errors(folder):
             checksums = np.array(list(map(_checksum, paths[:-1], arrays)), np.uint32)
+            # The checksums last: without their file the others count as missing.
             for path, array in zip(paths, (*arrays, checksums), strict=True):
                 _write(path, array)
-    *arrays, checksums = map(_map, paths)
+    maps = []
+    for path in paths:
+        try:
+            maps.append(np.load(path, mmap_mode="r"))
+        except (ValueError, EOFError, OSError) as error:
+            raise _damaged(path, str(error)) from error
+    # Also of arrays that this rank wrote: the file system may have stored something else.
+    *arrays, checksums = maps
     for path, array in zip(paths[:-1], arrays, strict=True):
         if _checksum(path, array) not in checksums:
             raise _damaged(path, f"its content is not what {paths[-1].name} records")
@@ -110,13 +115,6 @@ def _write(path: Path, array: np.ndarray) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _map(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, mmap_mode="r")
-    except (ValueError, EOFError, OSError) as error:
-        raise _damaged(path, str(error)) from error
 
 
 def _damaged(path: Path, reason: str) -> ValueError:

@@ -36,13 +36,12 @@ class IndexedFiles:
     tokens: np.ndarray
     """All documents one after the other, [tokens] in the dtype of the file."""
 
-    def fingerprint(self) -> str:
-        """A digest of the documents' lengths in order, which sample indices depend on."""
-        return fingerprint_of(self.lengths)
-
 
 def fingerprint_of(lengths: np.ndarray) -> str:
-    """:meth:`IndexedFiles.fingerprint` of documents of ``lengths``, int32 [documents]."""
+    """A digest of the lengths of documents in order, int32 [documents].
+
+    Sample indices depend on nothing else. Reading the tokens would take minutes on every rank.
+    """
     return hashlib.blake2b(lengths, digest_size=16).hexdigest()
 
 
@@ -61,9 +60,29 @@ def open_indexed_files(prefix: str, *, vocab_size: int | None = None) -> Indexed
             )
         require_content(Path(path))
     dtype, lengths = _read_index(f"{prefix}.idx")
-    files = IndexedFiles(prefix, lengths, _map_tokens(f"{prefix}.bin", dtype, lengths))
-    if vocab_size is not None:
-        _check_vocabulary(files, vocab_size)
+    path = f"{prefix}.bin"
+    size, num_tokens = os.path.getsize(path), int(lengths.sum(dtype=np.int64))
+    expected = num_tokens * np.dtype(dtype).itemsize
+    if size != expected:
+        raise ValueError(
+            f"{path} is {size} bytes; its .idx lists {num_tokens} tokens, {expected} bytes: "
+            f"{'cut short' if size < expected else 'not the pair of this .idx'}, preprocess again"
+        )
+    if not num_tokens:
+        raise ValueError(f"{path} holds no tokens")
+    files = IndexedFiles(prefix, lengths, np.memmap(path, dtype=dtype, mode="r"))
+    # A sample of the tokens: another tokenizer shows in the first Mi already, and all samples are
+    # checked again when they are read.
+    found = outside(files.tokens[:_TOKENS_CHECKED], vocab_size) if vocab_size is not None else ()
+    if len(found):
+        # In int64, 8 bytes per document: only for the message.
+        ends = lengths.cumsum(dtype=np.int64)
+        document = int(np.searchsorted(ends, found[0], side="right"))
+        place = int(found[0] - (ends[document] - lengths[document]))
+        token = int(files.tokens[found[0]])
+        raise out_of_vocabulary(
+            prefix, document=document, place=place, token=token, vocab_size=vocab_size
+        )
     return files
 
 
@@ -85,6 +104,7 @@ def _read_index(path: str) -> tuple[type[np.integer], np.ndarray]:
     if not num_sequences:
         raise ValueError(f"{path} holds no documents")
     index = np.memmap(path, mode="r")
+    # Views of the map: the pointers, two thirds of the file, are never read.
     lengths = index[_HEADER.size :][: 4 * num_sequences].view("<i4")
     bounds = index[size - 8 * num_bounds :].view("<i8")
     if lengths.min() < 0 or not num_bounds or bounds[0] != 0 or bounds[-1] != num_sequences:
@@ -96,20 +116,6 @@ def _read_index(path: str) -> tuple[type[np.integer], np.ndarray]:
             "sentences)"
         )
     return _DTYPES[code], lengths
-
-
-def _map_tokens(path: str, dtype: type[np.integer], lengths: np.ndarray) -> np.ndarray:
-    size = os.path.getsize(path)
-    num_tokens = int(lengths.sum(dtype=np.int64))
-    expected = num_tokens * np.dtype(dtype).itemsize
-    if size != expected:
-        raise ValueError(
-            f"{path} is {size} bytes; its .idx lists {num_tokens} tokens, {expected} bytes: "
-            f"{'cut short' if size < expected else 'not the pair of this .idx'}, preprocess again"
-        )
-    if not num_tokens:
-        raise ValueError(f"{path} holds no tokens")
-    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def require_token(files: IndexedFiles, token: int, flag: str) -> None:
@@ -157,18 +163,6 @@ def outside(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.flatnonzero(unsigned >= vocab_size)
 
 
-def _check_vocabulary(files: IndexedFiles, vocab_size: int) -> None:
-    found = outside(files.tokens[:_TOKENS_CHECKED], vocab_size)
-    if len(found):
-        ends = files.lengths.cumsum(dtype=np.int64)
-        document = int(np.searchsorted(ends, found[0], side="right"))
-        place = int(found[0] - (ends[document] - files.lengths[document]))
-        token = int(files.tokens[found[0]])
-        raise out_of_vocabulary(
-            files.prefix, document=document, place=place, token=token, vocab_size=vocab_size
-        )
-
-
 _TOKENS_AT_A_TIME = 1 << 24
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
 
@@ -206,5 +200,6 @@ def dataset_statistics(files: IndexedFiles) -> DatasetStatistics:
 
 def entropy(counts: np.ndarray) -> float:
     """Entropy in nats of the distribution proportional to ``counts`` [v]."""
+    # Tokens that never occur contribute 0, where numpy would make 0 * log 0 a NaN.
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -60,8 +60,9 @@ class IndexedWriter:
 
     def add_files(self, prefix: str) -> None:
         """Append all documents of token files of the same dtype."""
+        # Copies the .bin in blocks; the index of all documents is held in memory until the end.
         self._builder.add_index(prefix)
-        lengths = self._lengths()
+        lengths = np.array(self._builder.sequence_lengths, dtype=np.int32)
         self.num_documents, self.num_tokens = len(lengths), int(lengths.sum(dtype=np.int64))
 
     @property
@@ -91,7 +92,9 @@ class IndexedWriter:
             raise ValueError(f"nothing to write to {self.prefix}: no document has a token")
         self._builder.finalize(self._partial(".idx"))
         if self._provenance:
-            self._provenance.write(self._partial(ENDING), self._lengths(), self.num_empty)
+            lengths = np.array(self._builder.sequence_lengths, dtype=np.int32)
+            self._provenance.write(self._partial(ENDING), lengths, self.num_empty)
+        # Before publish() renames them: a name must not reach the disk before its content.
         for ending in self._endings:
             with open(self._partial(ending), "rb") as file:
                 os.fsync(file)
@@ -111,9 +114,6 @@ class IndexedWriter:
         self._builder.data_file.close()
         for ending in self._endings:
             Path(self._partial(ending)).unlink(missing_ok=True)
-
-    def _lengths(self) -> np.ndarray:
-        return np.array(self._builder.sequence_lengths, dtype=np.int32)
 
     def _partial(self, ending: str) -> str:
         return f"{self.prefix}{ending}{_PARTIAL}"
@@ -151,11 +151,12 @@ def save_finished_part(
     provenance: Provenance,
 ) -> None:
     """Publish the files of ``writers``, by JSON key, and the state; replaces an earlier part."""
+    made_by, files_before = _origin(provenance, files[: last.file_index])
     part = FinishedPart(
-        made_by=_settings(provenance),
+        made_by=made_by,
         last=last,
         num_empty={key: writer.num_empty for key, writer in writers.items()},
-        files_before=_sizes(files[: last.file_index]),
+        files_before=files_before,
         digest=records_digest(files[last.file_index], list(writers), last.number),
     )
     filled = [writer for writer in writers.values() if writer.num_documents]
@@ -187,12 +188,14 @@ def load_finished_part(
     fields = json.loads(path.read_text())
     part = FinishedPart(**{**fields, "last": Place(**fields["last"])})
     remedy = f"; give the same, or leave --resume out to start over ({path})"
-    if part.made_by != _settings(provenance) or list(part.num_empty) != list(writers):
-        raise ValueError(f"--resume: tokenizer, its flags or --json-keys differ{remedy}")
     index = part.last.file_index
-    same_files = _sizes(files[:index]) == part.files_before and index < len(files)
+    made_by, files_before = _origin(provenance, files[:index])
+    if part.made_by != made_by or list(part.num_empty) != list(writers):
+        raise ValueError(f"--resume: tokenizer, its flags or --json-keys differ{remedy}")
+    same_files = files_before == part.files_before and index < len(files)
     if not same_files or str(files[index]) != part.last.file:
         raise ValueError(f"--resume: files of --input before {part.last} differ{remedy}")
+    # Last: it reads the file up to that place. Of the files before it sizes have to do.
     if records_digest(files[index], list(writers), part.last.number) != part.digest:
         raise ValueError(f"--resume: {part.last.file} changed before {part.last}{remedy}")
     for key, writer in writers.items():
@@ -210,9 +213,10 @@ def remove_finished_part(output_prefix: str, writers: Mapping[str, IndexedWriter
             Path(writer.prefix + INCOMPLETE + ending).unlink(missing_ok=True)
 
 
-def _settings(provenance: Provenance) -> dict[str, Any]:
-    return {k: v for k, v in asdict(provenance).items() if k != "tokenizer_model"}
-
-
-def _sizes(files: Sequence[Path]) -> list[list]:
-    return [[str(file), file.stat().st_size] for file in files]
+def _origin(
+    provenance: Provenance, files_before: Sequence[Path]
+) -> tuple[dict[str, Any], list[list]]:
+    """``FinishedPart.made_by`` and ``FinishedPart.files_before``."""
+    made_by = asdict(provenance)
+    del made_by["tokenizer_model"]  # its files may move between the runs; the hash stays
+    return made_by, [[str(file), file.stat().st_size] for file in files_before]

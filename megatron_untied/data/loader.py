@@ -32,6 +32,7 @@ class MicroBatchSampler:
     data_parallel_size: int
 
     def __iter__(self) -> Iterator[list[int]]:
+        # From the samples over all ranks, so any other number of ranks continues at the same place.
         first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
         while True:
             yield [(first + i) % self.num_samples for i in range(self.micro_batch_size)]
@@ -83,15 +84,15 @@ def micro_batches(
     return map(raise_errors, batches)
 
 
+@dataclass(frozen=True)
 class _Samples(Dataset):
     """Returns errors as values: DataLoader would wrap a worker's in the text of a traceback."""
 
-    def __init__(self, dataset: Dataset):
-        self._dataset = dataset
+    dataset: Dataset
 
     def __getitem__(self, index: int) -> dict[str, Tensor] | Exception:
         try:
-            return self._dataset[index]
+            return self.dataset[index]
         except (ValueError, OSError) as error:
             return error
 
@@ -100,7 +101,7 @@ def _stack(samples: list[dict[str, Tensor] | Exception]) -> dict[str, Tensor] | 
     errors = [sample for sample in samples if isinstance(sample, Exception)]
     if errors:
         return errors[0]
-    # b times [s] -> [b, s]
+    # b times [s] -> [b, s]. A copy, in a worker into the shared memory that the parent reads.
     return {name: torch.stack([sample[name] for sample in samples]) for name in FIELDS}
 
 

@@ -80,6 +80,7 @@ def _at_words(text: str, backend: Tokenizer) -> Parts:
     start = 0
     while len(text) - start > PART_CHARACTERS:
         part = text[start : start + PART_CHARACTERS]
+        # The tokens after the cut are encoded twice: a few thousand characters of each Mi.
         encoding = backend.encode(part, add_special_tokens=False)
         num_tokens, num_characters = _last_cut(part, encoding)
         if not num_tokens:

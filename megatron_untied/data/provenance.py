@@ -61,12 +61,13 @@ def read_provenance(files: IndexedFiles) -> Provenance | None:
     remedy = f"preprocess again, or delete it if another tool made {prefix}.bin"
     try:
         fields = json.loads(path.read_text())
+        # Further fields are ignored: a later version may add some.
         provenance = Provenance(**{name: fields[name] for name in Provenance.__slots__})
         described = fields["fingerprint"]
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is damaged ({reason}); {remedy}") from error
-    if described != files.fingerprint():  # a .bin and .idx were copied over without it
+    if described != fingerprint_of(files.lengths):  # a .bin and .idx were copied over without it
         raise ValueError(f"{path} describes other documents than {prefix}.idx holds: {remedy}")
     return provenance
 
@@ -80,6 +81,7 @@ def check_provenance(all_files: Sequence[IndexedFiles], tokenizer: MegatronToken
         ValueError: for the first files that another tokenizer made, even one of the same size.
     """
     unknown = []
+    # By hash, not by path or name: a copy of the tokenizer elsewhere gives the same ids.
     for files in all_files:
         made_by = read_provenance(files)
         if made_by is None:

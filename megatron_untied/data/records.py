@@ -30,6 +30,7 @@ _MAGIC = {
 _ROWS_AT_A_TIME = 256
 _COMPRESSED_BYTES_AT_A_TIME = 1 << 14
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_LOST_REST = "the data is damaged or cut short ({}); the rest of the file is lost"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +48,9 @@ class Record:
 
 
 def is_plain_text(file: Path) -> bool:
-    """Whether the whole file is one document."""
-    return _inner_suffix(file) not in (*JSON_LINES, _PARQUET)
+    """Whether the whole file is one document, by its name without the ending of a compression."""
+    inner = file.with_suffix("") if _suffix(file) in _COMPRESSED else file
+    return _suffix(inner) not in (*JSON_LINES, _PARQUET)
 
 
 def check_readable(file: Path, keys: Sequence[str]) -> None:
@@ -73,37 +75,41 @@ def read_records(file: Path, keys: Sequence[str]) -> Iterator[Record]:
     if _suffix(file) == _PARQUET:
         yield from _rows(file, keys)
         return
+    size, plain_text = file.stat().st_size, is_plain_text(file)
     with file.open("rb") as raw:
-        stream = _decompressed(file, raw)
+        stream, damage = raw, ()
+        if _suffix(file) == ".gz":
+            stream, damage = gzip.GzipFile(fileobj=raw), (gzip.BadGzipFile, zlib.error, EOFError)
+        elif _suffix(file) == ".zst":
+            zstandard = _package(file)
+            stream = io.BufferedReader(_ZstdStream(raw, zstandard.ZstdDecompressor()))
+            damage = (zstandard.ZstdError, EOFError)
         number = position = 0
         try:
-            head = stream.peek(io.DEFAULT_BUFFER_SIZE)
-            of_kind = _json_lines if is_plain_text(file) else _json_array
-            problem = _misnamed(head) or of_kind(head)
+            # Decompressed bytes, and still there for what reads the stream next.
+            problem = _problem_of_format(stream.peek(io.DEFAULT_BUFFER_SIZE), plain_text)
             if problem:
-                yield Record(number=0, content=b"", num_bytes=_size(file), problem=problem)
-            elif is_plain_text(file):
-                yield Record(number=0, content=stream.read(), num_bytes=_size(file))
+                yield Record(number=0, content=b"", num_bytes=size, problem=problem)
+            elif plain_text:
+                yield Record(number=0, content=stream.read(), num_bytes=size)
             else:
                 for number, line in enumerate(stream, start=1):
                     if not line.isspace():
                         # Of the compressed file: it advances by the buffer, not by the line.
                         last, position = position, raw.tell()
                         yield Record(number=number, content=line, num_bytes=position - last)
-        except _damage_of(file) as error:
-            yield _lost_rest(number + 1, _size(file) - position, error)
+        except damage as error:
+            # A compressed stream cannot be entered again behind the damage.
+            yield Record(
+                number=number + 1,
+                content=b"",
+                num_bytes=size - position,
+                problem=_LOST_REST.format(error),
+            )
 
 
 def _suffix(file: Path) -> str:
     return file.suffix.lower()
-
-
-def _inner_suffix(file: Path) -> str:
-    return _suffix(file.with_suffix("") if _suffix(file) in _COMPRESSED else file)
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size
 
 
 def _package(file: Path) -> ModuleType:
@@ -117,20 +123,13 @@ def _package(file: Path) -> ModuleType:
         ) from error
 
 
-def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
-    if _suffix(file) == ".gz":
-        return gzip.GzipFile(fileobj=raw)
-    if _suffix(file) == ".zst":
-        return io.BufferedReader(_ZstdStream(raw, _package(file).ZstdDecompressor()))
-    return raw
-
-
 class _ZstdStream(io.RawIOBase):
     """The content of all frames; zstandard's own reader accepts a truncated file as complete."""
 
     def __init__(self, raw: BinaryIO, decompressor):
         self._raw, self._decompressor = raw, decompressor
         self._frame, self._compressed, self._content = decompressor.decompressobj(), b"", b""
+        # Whether the frame has bytes but no end yet; a file of several frames may end after any.
         self._inside_frame = False
 
     @override
@@ -155,13 +154,7 @@ class _ZstdStream(io.RawIOBase):
         return len(part)
 
 
-def _damage_of(file: Path) -> tuple[type[Exception], ...]:
-    if _suffix(file) == ".zst":
-        return (_package(file).ZstdError, EOFError)
-    return (gzip.BadGzipFile, zlib.error, EOFError)
-
-
-def _misnamed(head: bytes) -> str | None:
+def _problem_of_format(head: bytes, plain_text: bool) -> str | None:
     """What is wrong if the first bytes are those of a format that the name does not promise."""
     for magic, ending in _MAGIC.items():
         if head.startswith(magic):
@@ -169,31 +162,23 @@ def _misnamed(head: bytes) -> str | None:
             return f"the content is that of a {ending} file: {remedy}decompress it"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "the text is UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
-    return None
-
-
-def _json_lines(head: bytes) -> str | None:
-    """What is wrong if a file that would be one document holds lines of JSON."""
-    if re.match(rb'\s*\{[^\n]*"text"\s*:\s*"', head.removeprefix(BYTE_ORDER_MARK)):
-        return (
-            f"the content is lines of JSON: rename it to end in {JSON_LINES[0]}, or all of it "
-            "would be one document"
-        )
-    return None
-
-
-def _json_array(head: bytes) -> str | None:
-    """The problem of a file that is one JSON array, which cannot be streamed; None without one.
-
-    A complete array on the first line, followed by other lines, is only a bad line.
-    """
-    if not head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+    head = head.removeprefix(BYTE_ORDER_MARK)
+    if plain_text:
+        if re.match(rb'\s*\{[^\n]*"text"\s*:\s*"', head):
+            return (
+                f"the content is lines of JSON: rename it to end in {JSON_LINES[0]}, or all of it "
+                "would be one document"
+            )
         return None
-    line, end_of_line, rest = head.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")
+    # One JSON array cannot be streamed. A complete array on the first line, followed by other
+    # lines, is only a bad line.
+    if not head.lstrip().startswith(b"["):
+        return None
+    line, end_of_line, rest = head.lstrip().partition(b"\n")
     try:
         json.loads(line)
     except ValueError:
-        rest = b""
+        rest = b""  # an array over several lines
     if end_of_line and rest.strip():
         return None
     return (
@@ -203,7 +188,7 @@ def _json_array(head: bytes) -> str | None:
 
 
 def _check_columns(file: Path, keys: Sequence[str]) -> None:
-    import pyarrow
+    import pyarrow  # optional, as zstandard: only for files that need it
 
     try:
         schema = _package(file).read_schema(file)
@@ -223,8 +208,8 @@ def _check_columns(file: Path, keys: Sequence[str]) -> None:
 def _rows(file: Path, keys: Sequence[str]) -> Iterator[Record]:
     import pyarrow
 
+    size, read, number = file.stat().st_size, 0, 0
     with _package(file).ParquetFile(file) as source:
-        read, number = 0, 0
         try:
             for batch in source.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=list(keys)):
                 # Bytes, so that text which is not UTF-8 is met row by row, as in lines of JSON.
@@ -234,13 +219,10 @@ def _rows(file: Path, keys: Sequence[str]) -> Iterator[Record]:
                 ]
                 for values in zip(*columns, strict=True):
                     number += 1
-                    last, read = read, _size(file) * number // source.metadata.num_rows
+                    # An estimate for progress: rows take different numbers of bytes.
+                    last, read = read, size * number // source.metadata.num_rows
                     content = {key: value.as_py() for key, value in zip(keys, values, strict=True)}
                     yield Record(number=number, content=content, num_bytes=read - last)
         except (pyarrow.ArrowException, OSError) as error:
-            yield _lost_rest(number + 1, _size(file) - read, error)
-
-
-def _lost_rest(number: int, num_bytes: int, error: Exception) -> Record:
-    reason = f"the data is damaged or cut short ({error}); the rest of the file is lost"
-    return Record(number=number, content=b"", num_bytes=num_bytes, problem=reason)
+            reason = _LOST_REST.format(error)
+            yield Record(number=number + 1, content=b"", num_bytes=size - read, problem=reason)

@@ -8,21 +8,18 @@ In each epoch the documents are shuffled, concatenated and cut again. Less than 
 its end and is dropped; each epoch drops other tokens.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from megatron.core.datasets import helpers
 
-from megatron_untied.checkpoint.provenance import Samples
-from megatron_untied.config.data import DataConfig
-from megatron_untied.data.blend import check_split, parse_blend
-from megatron_untied.data.indexed_files import open_indexed_files
+from megatron_untied.checkpoint.run_config import Samples
+from megatron_untied.config.data import DataConfig, check_split, parse_blend
+from megatron_untied.data.indexed_files import fingerprint_of, open_indexed_files
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SampleIndices:
-    """The index arrays of a GPTDataset, all epochs one after the other."""
+class SampleIndices(NamedTuple):
+    """The index arrays of a GPTDataset in its order, all epochs one after the other."""
 
     document_index: np.ndarray
     """Documents in the order of concatenation, int32 [epochs * documents]."""
@@ -32,14 +29,12 @@ class SampleIndices:
     shuffle_index: np.ndarray
     """Rows of ``sample_index`` in the order of training, [samples]."""
 
-    @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The three arrays in the order of GPTDataset."""
-        return self.document_index, self.sample_index, self.shuffle_index
-
 
 def samples_per_epoch(num_tokens: int, seq_length: int) -> int:
-    """Samples of ``seq_length`` + 1 tokens, overlapping by one, in ``num_tokens``."""
+    """Samples of ``seq_length`` + 1 tokens, overlapping by one, in ``num_tokens``.
+
+    The last token of a sample is a label alone; the next sample begins with it as input.
+    """
     return (num_tokens - 1) // seq_length
 
 
@@ -73,9 +68,11 @@ def sample_indices(
         generator = np.random.RandomState([seed, epoch] if epoch else seed)
         document_index[epoch] = documents
         generator.shuffle(document_index[epoch])
+        # Megatron-core's C++ helper: a loop over every document and sample of the epoch.
         sample_index[epoch] = helpers.build_sample_idx(
             lengths, document_index[epoch], seq_length, 1, num_tokens
         )
+        # Positions count from the first epoch; each epoch has one row more than samples.
         sample_index[epoch, :, 0] += epoch * len(documents)
         shuffle_index[epoch] = np.arange(count) + epoch * (count + 1)
         generator.shuffle(shuffle_index[epoch])
@@ -106,7 +103,16 @@ def describe_samples(data: DataConfig, *, seq_length: int, seed: int) -> Samples
     else:
         check_split(data.split)
         shares = [float(share) for share in data.split.split(",")]
-        order["--data-path"] = _describe_files(data.data_path)
+        blend, described = parse_blend(data.data_path), []
+        for index, prefix in enumerate(blend.prefixes):
+            files = open_indexed_files(prefix)
+            # Normalized: weights of 7 and 3 mix as 0.7 and 0.3 do.
+            share = blend.weights and f"{blend.weights[index] / sum(blend.weights):.6g} x "
+            described.append(
+                f"{share or ''}{len(files.lengths):,} documents, {len(files.tokens):,} tokens "
+                f"[{fingerprint_of(files.lengths)[:8]}]"
+            )
+        order["--data-path"] = "; ".join(described)
         # Only the training share: another validation share does not move training samples.
         order["--split"] = f"{shares[0] / sum(shares):.6g} of the documents"
     content = {
@@ -117,16 +123,3 @@ def describe_samples(data: DataConfig, *, seq_length: int, seed: int) -> Samples
         "--dataloader-inter-document-masking": data.dataloader_inter_document_masking,
     }
     return Samples(order=order, content=content)
-
-
-def _describe_files(data_path: tuple[str, ...]) -> str:
-    blend = parse_blend(data_path)
-    described = []
-    for index, prefix in enumerate(blend.prefixes):
-        files = open_indexed_files(prefix)
-        share = blend.weights and f"{blend.weights[index] / sum(blend.weights):.6g} x "
-        described.append(
-            f"{share or ''}{len(files.lengths):,} documents, {len(files.tokens):,} tokens "
-            f"[{files.fingerprint()[:8]}]"
-        )
-    return "; ".join(described)

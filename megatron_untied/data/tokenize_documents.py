@@ -72,7 +72,11 @@ class Encoder:
         try:
             for key, text in document.texts.items():
                 ids[key] = []
-                for num_encoded, part in self._encode(text):
+                if self._parts and len(text) > PART_CHARACTERS:
+                    parts = self._parts(text)
+                else:
+                    parts = [(len(text), self._tokenizer.tokenize(text))] if text else []
+                for num_encoded, part in parts:
                     ids[key].append(self._checked(part))
                     if num_encoded < len(text):
                         # An estimate, by characters: the document may have several texts.
@@ -96,14 +100,12 @@ class Encoder:
         )
 
     def waits_for(self, document: Document) -> bool:
-        """Whether the document is so long that encoding it in one call needs a warning."""
+        """Whether the document is so long that encoding it in one call needs a warning.
+
+        Tokenizers take a whole text and report nothing until they return.
+        """
         longest = max(map(len, document.texts.values()), default=0)
         return not self._parts and longest > _CHARACTERS_TO_WAIT_FOR
-
-    def _encode(self, text: str) -> Iterable[tuple[int, list[int]]]:
-        if self._parts and len(text) > PART_CHARACTERS:
-            return self._parts(text)
-        return [(len(text), self._tokenizer.tokenize(text))] if text else []
 
     def _checked(self, part: list[int]) -> np.ndarray:
         ids = np.array(part, dtype=np.int64)  # a narrower dtype would wrap invalid ids
@@ -136,6 +138,7 @@ def encode_in_order(
     try:
         # Round robin, so that results come back in order; a long batch holds up the others.
         for worker, batch in zip(cycle(workers), _batches(documents), strict=False):
+            # After a whole round the next worker is the one whose answer is the oldest.
             if len(busy) == num_workers:
                 yield from busy.popleft().receive(advance)
             for document in filter(encode.waits_for, batch):
@@ -144,7 +147,7 @@ def encode_in_order(
                     "ids for a text in parts; no progress is shown until it returns",
                     *(document.place, document.num_bytes),
                 )
-            worker.send(batch)
+            worker.pipe.send(batch)
             busy.append(worker)
         while busy:
             yield from busy.popleft().receive(advance)
@@ -159,19 +162,16 @@ class _Worker:
     def __init__(self, encode: Encoder):
         # A forked process has the tokenizer already: nothing to load or pickle.
         context = multiprocessing.get_context("fork")
-        self._pipe, workers_end = context.Pipe()
+        self.pipe, workers_end = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(workers_end, self._pipe, encode), daemon=True
+            target=_serve, args=(workers_end, self.pipe, encode), daemon=True
         )
         self._process.start()
         workers_end.close()  # or recv() would not raise EOFError when the process dies
 
-    def send(self, batch: list[Document]) -> None:
-        self._pipe.send(batch)
-
     def receive(self, advance: Advance) -> list[EncodedDocument]:
         try:
-            while isinstance(answer := self._pipe.recv(), int):
+            while isinstance(answer := self.pipe.recv(), int):
                 advance(answer)
         except EOFError:
             self._process.join()
@@ -183,9 +183,9 @@ class _Worker:
         return answer
 
     def stop(self) -> None:
-        self._process.kill()
+        self._process.kill()  # not terminate(): the process ignores SIGTERM
         self._process.join()
-        self._pipe.close()
+        self.pipe.close()
 
 
 def _serve(pipe: Connection, parents_end: Connection, encode: Encoder) -> None:

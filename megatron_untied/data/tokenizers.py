@@ -65,7 +65,13 @@ def build_tokenizer(
             f"--tokenizer-type {tokenizer_type} is none of {', '.join(TOKENIZER_TYPES)}"
         )
     if tokenizer_type == "NullTokenizer":
-        return _build_null(vocab_size)
+        if vocab_size is None or vocab_size < 1:
+            raise ValueError(
+                f"--tokenizer-type NullTokenizer needs --vocab-size of at least 1, not {vocab_size}"
+            )
+        return MegatronTokenizer.from_pretrained(
+            metadata_path={"library": "null"}, vocab_size=vocab_size
+        )
     if not model:
         raise ValueError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
     if parse_special_tokens and tokenizer_type == "SentencePieceTokenizer":
@@ -99,7 +105,13 @@ def tokenizer_hash(tokenizer: MegatronTokenizerBase) -> str:
     if tokenizer.library == "null":
         content = [tokenizer.vocab_size]
     else:
-        vocabulary = sorted((id_, token) for token, id_ in _vocabulary(tokenizer).items())
+        library = tokenizer._tokenizer.tokenizer
+        if isinstance(library, PreTrainedTokenizerBase):
+            ids = library.get_vocab()
+        else:
+            ids = {library.id_to_piece(id_): id_ for id_ in range(library.get_piece_size())}
+        # Sorted: the order of get_vocab() differs between processes.
+        vocabulary = sorted((id_, token) for token, id_ in ids.items())
         content = [vocabulary, tokenizer.tokenize(_VARIED_TEXT)]
     text = json.dumps([*content, tokenizer.eod])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -109,25 +121,8 @@ def begin_of_text(tokenizer: MegatronTokenizerBase) -> int | None:
     """The id of the beginning-of-text token; None if the tokenizer has none."""
     if tokenizer.library == "null":
         return None
-    bos = tokenizer.bos
+    bos = tokenizer.bos  # -1 in SentencePiece models that were trained without one
     return None if bos is None or bos < 0 else bos
-
-
-def _vocabulary(tokenizer: MegatronTokenizerBase) -> dict[str, int]:
-    library = tokenizer._tokenizer.tokenizer
-    if isinstance(library, PreTrainedTokenizerBase):
-        return library.get_vocab()
-    return {library.id_to_piece(id_): id_ for id_ in range(library.get_piece_size())}
-
-
-def _build_null(vocab_size: int | None) -> MegatronTokenizerBase:
-    if vocab_size is None or vocab_size < 1:
-        raise ValueError(
-            f"--tokenizer-type NullTokenizer needs --vocab-size of at least 1, not {vocab_size}"
-        )
-    return MegatronTokenizer.from_pretrained(
-        metadata_path={"library": "null"}, vocab_size=vocab_size
-    )
 
 
 def _load(tokenizer_type: TokenizerType, model: str) -> MegatronTokenizerBase:
@@ -176,6 +171,7 @@ def _follow_tokenizer_file(tokenizer: MegatronTokenizerBase, folder: Path, *, qu
             f"{by_file.model.dropout:g}, which gives the same text other ids each time; set "
             '"dropout" of its "model" to null'
         )
+    # A file that was saved with these settings would cut documents, or fill short ones.
     by_file.no_truncation()
     by_file.no_padding()
     expected = by_file.encode(_VARIED_TEXT, add_special_tokens=False).ids
@@ -192,6 +188,7 @@ def _follow_tokenizer_file(tokenizer: MegatronTokenizerBase, folder: Path, *, qu
         for name, token in by_class.special_tokens_map.items()
         if isinstance(token, str) and token in vocabulary
     }
+    # The base class takes the whole pipeline from the file; subclasses build their own.
     library.tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **special_tokens)
     library.add_special_tokens({})  # updates its names of the special tokens
     if library.tokenizer.encode(_VARIED_TEXT, add_special_tokens=False) != expected:

@@ -74,6 +74,7 @@ def model_config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
         ValueError: an unsupported architecture, or fields that cannot be honored, by name.
     """
     family = _family(values, source)
+    # Each field is taken once; end() refuses what is left, since it may change the function.
     fields = Fields(values, source)
     fields.drop(IGNORED_FIELDS)
     for name, value in REQUIRED_VALUES.items():
@@ -95,6 +96,7 @@ def model_config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
         vocab_size=fields.take("vocab_size", kind=int),
         max_position_embeddings=max_positions,
         norm_epsilon=fields.take("rms_norm_eps", 1e-6, float),
+        # Biases and norms of heads are fixed by the family, except for Llama's own switches.
         add_bias_linear=family == "llama" and _llama_bias(fields),
         add_qkv_bias=family == "qwen2",
         qk_layernorm=family == "qwen3",
@@ -103,7 +105,7 @@ def model_config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
         window_size=_window(fields, family, num_layers),
         init_method_std=fields.take("initializer_range", 0.02, float),
     )
-    if family == "qwen3":
+    if family == "qwen3":  # its other value would add biases to q, k, v and o
         fields.demand("attention_bias", False)
     fields.end()
     found = list(model_problems(model, lambda field: HF_NAMES.get(field, field)))
@@ -129,6 +131,7 @@ def model_config_to_hf(
     able = [family for family in FAMILIES if _can_express(family, model)]
     if not able:
         raise ValueError(_inexpressible(model))
+    # Otherwise the first in the order of FAMILIES: Llama where it suffices.
     family = like["model_type"] if like.get("model_type") in able else able[0]
     # Every field, also those with a default: defaults differ between versions of transformers.
     values = {
@@ -183,6 +186,7 @@ def _family(values: Mapping[str, Any], source: str) -> str:
 
 
 def _head_width(fields: Fields, family: str, hidden_size: int, heads: int) -> int:
+    # Qwen3's class has this default, whatever the hidden size; the others divide.
     width = fields.take("head_dim", 128 if family == "qwen3" else None, int)
     if width is not None:
         return width
@@ -206,10 +210,11 @@ def _llama_bias(fields: Fields) -> bool:
 
 def _window(fields: Fields, family: str, num_layers: int) -> int | None:
     """The attention window in tokens, the same for every layer; None is unlimited."""
-    if family == "llama":
+    if family == "llama":  # has no window; a field of that name is refused as not understood
         return None
     if family == "mistral":
         return fields.take_or_null("sliding_window", int)  # 4096 in the library if it is left out
+    # Qwen: a window, the switch for it, and the layers that have one, in two ways.
     slides = fields.take("use_sliding_window", False, bool)
     window = fields.take("sliding_window", REQUIRED if slides else None, int)
     first = fields.take("max_window_layers", 28, int)
@@ -251,7 +256,8 @@ def _own_fields(family: str, model: ModelConfig) -> dict[str, Any]:
         return {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
     if family == "mistral":
         return {"sliding_window": window}
-    layers = 0 if window else model.num_layers  # with full attention
+    # max_window_layers counts the first layers, which have full attention.
+    layers = 0 if window else model.num_layers
     sliding = {"sliding_window": window, "use_sliding_window": window is not None}
     return sliding | {"max_window_layers": layers}
 

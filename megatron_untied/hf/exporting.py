@@ -13,20 +13,21 @@ from torch import Tensor
 from megatron_untied.checkpoint.compatibility import TensorFiles
 from megatron_untied.checkpoint.directory import find_checkpoint
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, TensorReader, row_blocks
-from megatron_untied.checkpoint.provenance import read_provenance
-from megatron_untied.checkpoint.run_config import model_config_of
+from megatron_untied.checkpoint.run_config import model_config_of, read_provenance
 from megatron_untied.checkpoint.state import StoredState
 from megatron_untied.config import ModelConfig
 from megatron_untied.hf.config import model_config_to_hf
-from megatron_untied.hf.importing import Advance
-from megatron_untied.hf.names import hf_layouts
-from megatron_untied.hf.safetensors_folder import TensorSpec, finite, write_safetensors_folder
-from megatron_untied.hf.tokenizer_files import (
+from megatron_untied.hf.folder import (
     CONFIG,
+    TensorSpec,
     copy_small_files,
+    finite,
     read_config,
     tokenizer_folder,
+    write_safetensors_folder,
 )
+from megatron_untied.hf.importing import Advance
+from megatron_untied.hf.names import hf_layouts
 from megatron_untied.sharding.parameter_layout import ParameterLayout
 
 
@@ -79,6 +80,7 @@ class Export:
             name: TensorSpec(layout.local_shape, dtype or reader.dtype(f"model.{layout.name}"))
             for name, layout in layouts.items()
         }
+        # config.json names one dtype, while the tensors may have several.
         (most_common, _), *_ = Counter(spec.dtype for spec in specs.values()).most_common(1)
         return cls(
             checkpoint=checkpoint,
@@ -125,11 +127,12 @@ class Export:
         copied = []
         if self.small_files is not None:
             copied = copy_small_files(self.small_files, staging, config=False)
-        staging.rename(out)
+        staging.rename(out)  # also onto an empty folder, which POSIX allows
         return copied
 
     def _read(self, name: str, advance: Advance) -> Iterator[Tensor]:
         layout, dtype = self.layouts[name], self.specs[name].dtype
+        # One block in memory at a time; the reader keeps the index between its calls.
         for tensor_slice in row_blocks(layout.whole):
             block = torch.empty(tensor_slice.sizes, dtype=dtype)  # [rows of the block, ...]
             # Views of the block: reading fills it, rounding to its dtype.

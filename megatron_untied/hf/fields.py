@@ -31,6 +31,7 @@ class Fields:
         Raises:
             ValueError: it is not there and there is no default, or its value is of another type.
         """
+        # REQUIRED doubles as "not there": None may be a default.
         value = self._left.pop(name, REQUIRED)
         if value is REQUIRED and default is REQUIRED:
             raise ValueError(f"{self.source} has no {name}; complete it")
@@ -44,6 +45,8 @@ class Fields:
     def take_or_null(self, name: str, kind: Any = None) -> Any:
         """The value of a field that has to be there, but may be null.
 
+        For fields whose default in transformers is not null: null and missing differ there.
+
         Raises:
             ValueError: it is not there, or its value is of another type.
         """
@@ -55,6 +58,7 @@ class Fields:
         Raises:
             ValueError: it has another value.
         """
+        # Compared by ==, so that 1 and 1.0 are the same value.
         value = self.take(name, supported)
         if value != supported:
             raise ValueError(

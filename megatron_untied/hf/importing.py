@@ -19,9 +19,16 @@ from megatron_untied.checkpoint.run_config import write_run_config
 from megatron_untied.checkpoint.state import StoredState
 from megatron_untied.config import ModelConfig
 from megatron_untied.hf.config import model_config_from_hf
+from megatron_untied.hf.folder import (
+    CONFIG,
+    FOLDER,
+    SafetensorsFolder,
+    TensorSpec,
+    copy_small_files,
+    finite,
+    read_config,
+)
 from megatron_untied.hf.names import EMBEDDING, OUTPUT, check_tensors, hf_layouts
-from megatron_untied.hf.safetensors_folder import SafetensorsFolder, TensorSpec, finite
-from megatron_untied.hf.tokenizer_files import CONFIG, FOLDER, copy_small_files, read_config
 from megatron_untied.sharding.parameter_layout import ParameterLayout
 from megatron_untied.sharding.tensor_slice import TensorSlice
 
@@ -64,7 +71,16 @@ class Import:
             del found[OUTPUT]
         check_tensors(found, layouts, str(folder))
         opened = cls(folder=folder, model=model, tensors=tensors, layouts=layouts, dtype=dtype)
-        opened._require_one_dtype_each()
+        # Tensors that become one parameter, such as q, k and v, need one dtype.
+        first: dict[str, str] = {}
+        for name, layout in layouts.items():
+            other = first.setdefault(layout.name, name)
+            other_dtype, name_dtype = opened._spec(other).dtype, opened._spec(name).dtype
+            if other_dtype != name_dtype:
+                raise ValueError(
+                    f"{folder}: {other} is {other_dtype} and {name} {name_dtype}, but they become "
+                    "one tensor; give --dtype"
+                )
         return opened
 
     @property
@@ -87,6 +103,7 @@ class Import:
         """
         if disk.checkpoint_names(save):
             raise ValueError(f"{save} holds checkpoints already; give another --save")
+        # Kept for the export after training, whose checkpoints are fp32: twice the size of bf16.
         dtypes = Counter(self._spec(name).dtype for name in self.layouts)
         source_dtype = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
         provenance = Provenance(run_id=uuid.uuid4().hex, source_dtype=source_dtype)
@@ -116,29 +133,18 @@ class Import:
                     place = inside.shifted(mapping.global_offsets)
                     dtype = self._spec(name).dtype
                     # Blocks are whole rows of the file's tensor, in one piece there.
-                    read = functools.partial(self._rows, name, tensor_slice)
+                    start = tensor_slice.offsets[0]
+                    stop = start + tensor_slice.sizes[0]
+                    read = functools.partial(self._rows, name, start, stop)
                     unread.add(place, dtype, read)
         return tensors
 
-    def _rows(self, name: str, tensor_slice: TensorSlice) -> Tensor:
-        rows = self.tensors.rows(name, *_row_range(tensor_slice))
-        return finite(rows, self._spec(name).dtype, name)
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        return finite(self.tensors.rows(name, start, stop), self._spec(name).dtype, name)
 
     def _spec(self, name: str) -> TensorSpec:
         stored = self.tensors.specs[name]
         return TensorSpec(stored.shape, self.dtype or stored.dtype)
-
-    def _require_one_dtype_each(self) -> None:
-        """Refuse tensors of different dtypes that become one parameter, such as q, k and v."""
-        first: dict[str, str] = {}
-        for name, layout in self.layouts.items():
-            other = first.setdefault(layout.name, name)
-            other_dtype, dtype = self._spec(other).dtype, self._spec(name).dtype
-            if other_dtype != dtype:
-                raise ValueError(
-                    f"{self.folder}: {other} is {other_dtype} and {name} {dtype}, but they become "
-                    "one tensor; give --dtype"
-                )
 
 
 class LazyTensor(GlobalTensor):
@@ -168,18 +174,13 @@ class LazyTensor(GlobalTensor):
 def _require_tied(tensors: SafetensorsFolder, folder: Path) -> None:
     """Refuse an output matrix that differs from the embedding which config.json ties it to."""
     embedding, output = tensors.specs.get(EMBEDDING), tensors.specs[OUTPUT]
-    same = embedding == output and all(
-        torch.equal(
-            *(tensors.rows(name, *_row_range(tensor_slice)) for name in (EMBEDDING, OUTPUT))
-        )
-        for tensor_slice in row_blocks(TensorSlice((0,) * len(output.shape), output.shape))
-    )
+    same = embedding == output
+    # By value, in blocks: some folders hold a tied matrix twice, of 1 GiB and more each.
+    for block in row_blocks(TensorSlice((0,) * len(output.shape), output.shape)):
+        rows = block.offsets[0], block.offsets[0] + block.sizes[0]
+        same = same and torch.equal(tensors.rows(EMBEDDING, *rows), tensors.rows(OUTPUT, *rows))
     if not same:
         raise ValueError(
             f"{folder}: config.json ties the embeddings (tie_word_embeddings), but {OUTPUT} is "
             f"there and differs from {EMBEDDING}; correct config.json or remove the tensor"
         )
-
-
-def _row_range(tensor_slice: TensorSlice) -> tuple[int, int]:
-    return tensor_slice.offsets[0], tensor_slice.offsets[0] + tensor_slice.sizes[0]

@@ -56,6 +56,7 @@ def hf_layouts(model: ModelConfig) -> dict[str, ParameterLayout]:
 def tensor_mappings(model: ModelConfig) -> Iterator[TensorMapping]:
     """The table: every tensor of a Hugging Face folder with its place in our model."""
     m, v = model.hidden_size, model.vocab_size
+    # Not padded: the global embedding has v rows for any tensor-parallel size.
     yield _whole(EMBEDDING, "embedding.word_embeddings.weight", v, m)
     for number in range(model.num_layers):
         theirs, ours = f"model.layers.{number}.", f"decoder.layers.{number}."
@@ -65,7 +66,7 @@ def tensor_mappings(model: ModelConfig) -> Iterator[TensorMapping]:
         yield _whole(f"{theirs}{norm}", f"{ours}pre_mlp_layernorm.weight", m)
         yield from _mlp(model, f"{theirs}mlp.", f"{ours}mlp.")
     yield _whole("model.norm.weight", "decoder.final_layernorm.weight", m)
-    if model.untie_embeddings_and_output_weights:
+    if model.untie_embeddings_and_output_weights:  # tied: the folder need not hold it
         yield _whole(OUTPUT, "output_layer.weight", v, m)
 
 
@@ -85,6 +86,8 @@ def _attention(model: ModelConfig, theirs: str, ours: str) -> Iterator[TensorMap
     m, d, bias = model.hidden_size, model.kv_channels, model.add_bias_linear
     rows = qkv_rows(model)
     num_rows = sum(len(run) for runs in rows for run in runs)
+    # Theirs are three tensors of whole heads; ours interleaves them by group, so that a
+    # tensor-parallel rank holds whole groups in one piece.
     for part, runs in zip("qkv", rows, strict=True):
         name, qkv = f"{theirs}{part}_proj", f"{ours}linear_qkv"
         yield from _linear(name, qkv, num_rows, runs, m, bias or model.add_qkv_bias)
@@ -107,6 +110,7 @@ def _linear(
     theirs: str, ours: str, num_rows: int, runs: tuple[range, ...], columns: int, bias: bool
 ) -> Iterator[TensorMapping]:
     parts = {"weight": columns, "bias": None} if bias else {"weight": columns}
+    # A bias is permuted as the rows of its matrix are.
     for part, width in parts.items():
         yield TensorMapping(
             theirs=f"{theirs}.{part}",

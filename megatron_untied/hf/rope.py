@@ -46,6 +46,7 @@ def rotary_from_hf(fields: Fields, max_positions: int) -> RotaryConfig:
         if values := fields.take(name, None):
             inner = Fields(values, f"{fields.source}: {name}")
             found[name] = _rotary(inner, base, max_positions)
+    # A file for both versions of transformers holds both, and they must agree.
     if not found:
         return RotaryConfig(base=base or RotaryConfig().base)
     if len(set(found.values())) > 1:

@@ -1,7 +1,5 @@
 """Refuses settings and arguments of Megatron-LM that our layers do not support."""
 
-from collections.abc import Iterator
-
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_untied.config.run import ATTENTION_BACKENDS
@@ -62,9 +60,31 @@ def check_config(config: TransformerConfig, *, streamed: bool) -> None:
     Raises:
         ValueError: with one line for each setting that they do not.
     """
-    found = list(_problems(config, REQUIRED | REQUIRED_OF_STREAMED if streamed else REQUIRED))
-    if found:
-        raise ValueError("\n".join(found))
+    problems = []
+    for name, (value, advice) in (REQUIRED | (REQUIRED_OF_STREAMED if streamed else {})).items():
+        # Fields differ between versions of megatron-core; a missing one has no effect.
+        found = getattr(config, name, value)
+        if found != value:
+            problems.append(
+                f"{name} {found!r} is not supported by megatron_untied's layers; {advice}."
+            )
+    g, t = config.num_query_groups, config.tensor_model_parallel_size
+    if g < t:
+        problems.append(
+            f"--num-query-groups {g} is below --tensor-model-parallel-size {t}; {g} ranks work."
+        )
+    backend = config.attention_backend.name
+    if backend not in ATTENTION_BACKENDS:
+        problems.append(f"--attention-backend {backend} is none of auto, flash, fused, local.")
+    window = config.window_size
+    if window is not None and (window[0] < 0 or window[1]):
+        problems.append(f"--window-size {window} is not LEFT,0: a query sees LEFT tokens before.")
+    if config.context_parallel_size > 1 and comm_types(config) not in ({"a2a"}, {"p2p"}):
+        problems.append(
+            f"--cp-comm-type {config.cp_comm_type} is not a2a or p2p, one for all layers."
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def check_arguments(**unsupported_kwargs: object) -> None:
@@ -73,6 +93,7 @@ def check_arguments(**unsupported_kwargs: object) -> None:
     Raises:
         ValueError: for one that would have an effect in megatron-core's layer.
     """
+    # Others pass: megatron-core gives every layer the same arguments, used or not.
     for name, reason in REFUSED_ARGUMENTS.items():
         if unsupported_kwargs.get(name) is not None:
             raise ValueError(f"a layer of megatron_untied was given {name}: {reason}.")
@@ -82,21 +103,3 @@ def comm_types(config: TransformerConfig) -> set[str | None]:
     """The kinds of context parallelism over all layers: ``a2a``, ``p2p`` and so on."""
     types = config.cp_comm_type  # one for all, or a list with one per layer
     return set(types) if isinstance(types, list) else {types}
-
-
-def _problems(config: TransformerConfig, required: dict[str, tuple[object, str]]) -> Iterator[str]:
-    for name, (value, advice) in required.items():
-        # Fields differ between versions of megatron-core; a missing one has no effect.
-        found = getattr(config, name, value)
-        if found != value:
-            yield f"{name} {found!r} is not supported by megatron_untied's layers; {advice}."
-    g, t = config.num_query_groups, config.tensor_model_parallel_size
-    if g < t:
-        yield f"--num-query-groups {g} is below --tensor-model-parallel-size {t}; {g} ranks work."
-    backend = config.attention_backend.name
-    if backend not in ATTENTION_BACKENDS:
-        yield f"--attention-backend {backend} is none of auto, flash, fused, local."
-    if config.window_size is not None and (config.window_size[0] < 0 or config.window_size[1]):
-        yield f"--window-size {config.window_size} is not LEFT,0: a query sees LEFT tokens before."
-    if config.context_parallel_size > 1 and comm_types(config) not in ({"a2a"}, {"p2p"}):
-        yield f"--cp-comm-type {config.cp_comm_type} is not a2a or p2p, one for all layers."

@@ -39,6 +39,7 @@ class ZigzagReorder:
 
     @override
     def forward(self, x: Qkv, *, out: Tensor, mask: Mask) -> Tensor:
+        # Named buffers of the workspace: every chunk and layer takes the same memory again.
         buffers = ReorderBuffers.plan(x.q.shape, x.k.shape, x.q.dtype)
         ordered_out = self._take(buffers.out, out)
         ordered = Qkv(*map(self._gather, buffers.qkv, x))
@@ -49,6 +50,7 @@ class ZigzagReorder:
     @override
     def backward(self, d_out: Tensor, x: Qkv, y: Attended, *, into: QkvGrads, mask: Mask) -> None:
         buffers = ReorderBuffers.plan(x.q.shape, x.k.shape, x.q.dtype)
+        # Not gathered: the kernel writes all of them.
         grads = QkvGrads(*map(self._take, buffers.grads, into))
         self.kernel.backward(
             self._gather(buffers.d_out, d_out),

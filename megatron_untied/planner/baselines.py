@@ -36,14 +36,14 @@ class Setting:
 
 
 def ulysses_with_tiling(setting: Setting) -> dict[str, float]:
-    """Bytes by cause of the method that exchanges all heads at once."""
+    """Bytes by category of the method that exchanges all heads at once."""
     heads_per_rank = -(-setting.model.num_attention_heads // setting.num_ulysses)
-    return _bytes_by_cause(setting, heads_per_rank, accumulates=False)
+    return _bytes_by_category(setting, heads_per_rank, accumulates=False)
 
 
 def untied_as_published(setting: Setting, heads_per_rank: int = 1) -> dict[str, float]:
-    """Bytes by cause of untied Ulysses' own code, with ``heads_per_rank`` query heads per chunk."""
-    return _bytes_by_cause(setting, heads_per_rank, accumulates=True)
+    """Bytes by category of untied Ulysses' own code; ``heads_per_rank``: query heads per chunk."""
+    return _bytes_by_category(setting, heads_per_rank, accumulates=True)
 
 
 METHODS = {
@@ -52,7 +52,7 @@ METHODS = {
 }
 
 
-def _bytes_by_cause(
+def _bytes_by_category(
     setting: Setting, heads_per_rank: int, *, accumulates: bool
 ) -> dict[str, float]:
     """``accumulates``: chunks add up the gradient of the layer's input."""
@@ -84,9 +84,7 @@ def _bytes_by_cause(
         "attention of own tokens": own_tokens,
         "around attention": around,
     }
-    in_bytes = {
-        cause: setting.residual_bytes * number for cause, number in in_residuals.items() if number
-    }
+    in_bytes = {name: setting.residual_bytes * x for name, x in in_residuals.items() if x}
     return in_bytes | _weight_bytes(setting)
 
 

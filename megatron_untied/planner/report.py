@@ -74,16 +74,16 @@ def print_host(plan: Plan, console: Console) -> None:
     rows |= {"all": plan.host.total()}
     per_node = plan.machine.gpus_per_node
     cells = {name: [_gib(size), _gib(size * per_node)] for name, size in rows.items()}
-    print_table(console, "host, GiB", "cause", ["per rank", "per node"], cells)
+    print_table(console, "host, GiB", "category", ["per rank", "per node"], cells)
 
 
 def print_time(plan: Plan, console: Console) -> None:
     """Seconds of a step by the roofline."""
     time = plan.time
-    rows = {cause: [f"{seconds:,.2f}"] for cause, seconds in time.by_cause.items()}
+    rows = {category: [f"{seconds:,.2f}"] for category, seconds in time.by_category.items()}
     rows["all"] = [f"{time.seconds:,.2f}"]
     rows["tokens/s/GPU"] = [f"{time.tokens_per_second_per_gpu:,.1f}"]
-    print_table(console, "time of a step, s, by a roofline", "cause", ["seconds"], rows)
+    print_table(console, "time of a step, s, by a roofline", "category", ["seconds"], rows)
 
 
 def verdict(plan: Plan) -> str:
@@ -122,11 +122,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "rank_bytes": plan.host.total(),
             "node_bytes": plan.host.total() * machine.gpus_per_node,
             "rank_limit_bytes": machine.host_bytes,
-            "rank_bytes_by_cause": _named(plan.host),
+            "rank_bytes_by_category": _named(plan.host),
         },
         "step": {
             "seconds": plan.time.seconds,
-            "seconds_by_cause": plan.time.by_cause,
+            "seconds_by_category": plan.time.by_category,
             "tokens_per_second_per_gpu": plan.time.tokens_per_second_per_gpu,
             "gpu": machine.gpu.title,
             "source_of_rates": machine.gpu.source,

@@ -19,11 +19,11 @@ _CHUNK_LATENCY = 2e-4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of one step, by cause, and of one layer's parts."""
+    """Seconds of one step, by category, and of one layer's parts."""
 
     attention: float
     """One layer's attention kernels, forward and backward."""
-    by_cause: dict[str, float]
+    by_category: dict[str, float]
     seconds: float
     tokens_per_second_per_gpu: float
     """As training logs it."""
@@ -50,11 +50,11 @@ class StepTime:
             "gathers of weights, not hidden": layers * max(0.0, gathers - attention - linear),
             "optimizer": _optimizer_seconds(geo, machine),
         }
-        by_cause = {cause: value for cause, value in seconds.items() if value}
-        total = sum(by_cause.values())
+        by_category = {category: value for category, value in seconds.items() if value}
+        total = sum(by_category.values())
         return cls(
             attention=attention,
-            by_cause=by_cause,
+            by_category=by_category,
             seconds=total,
             tokens_per_second_per_gpu=geo.config.batch.tokens / total / geo.world_size,
         )

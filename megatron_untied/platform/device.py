@@ -21,6 +21,19 @@ class GpuProperties:
     """Peak bandwidth; 0 if the driver does not report it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """Memory of one rank's GPU, in bytes. Peaks are since the last reset."""
+
+    allocated_bytes: int
+    """Peak of live tensors, each rounded up to what the allocator gives it."""
+    reserved_bytes: int
+    """Peak of what the allocator took from CUDA, free blocks included."""
+    free_bytes: int
+    """Of the whole GPU, now: without CUDA's context, NCCL's buffers and other processes."""
+    total_bytes: int
+
+
 def current_device() -> torch.device:
     """This rank's device: the CUDA device set by :func:`select_device`, or the CPU."""
     if torch.cuda.is_available():
@@ -122,6 +135,19 @@ def peak_device_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
+
+
+def device_memory() -> DeviceMemory | None:
+    """Memory of this rank's GPU; None without GPUs."""
+    if not torch.cuda.is_available():
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return DeviceMemory(
+        allocated_bytes=torch.cuda.max_memory_allocated(),
+        reserved_bytes=torch.cuda.max_memory_reserved(),
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+    )
 
 
 def reset_peak_device_bytes() -> None:

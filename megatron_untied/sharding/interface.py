@@ -8,12 +8,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_untied.config.run import RunConfig
-from megatron_untied.gpt_model import UntiedGPTModel
+from megatron_untied.gpt_model import ChunkedLossGPTModel
 from megatron_untied.sharding.parameter_layout import ParameterLayout
 from megatron_untied.sharding.shards import Shards
 from megatron_untied.step_progress import StepProgress
 
-ModelProvider = Callable[[RunConfig, ProcessGroupCollection, StepProgress], UntiedGPTModel]
+ModelProvider = Callable[[RunConfig, ProcessGroupCollection, StepProgress], ChunkedLossGPTModel]
 """Builds the bare model of this tensor-parallel rank on the default device; its weights are drawn
 later. The model reports its phases to the progress object of the run."""
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatron_untied.context_parallel.buffer_plan import Sizes, Staging, head_chunks_buffer
-from megatron_untied.context_parallel.exchange import DeviceHeadChunks, HeadChunkLayout, HeadChunks
+from megatron_untied.context_parallel.buffer_plan import Sizes, Staging
+from megatron_untied.context_parallel.exchange import HeadChunkLayout, HeadChunks
 from megatron_untied.context_parallel.kv_gradients import MakeSums
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import LogSumExps
@@ -22,10 +22,14 @@ from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.phases import MemoryCategory, allocating
 from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.copy_engine import Copy
-from megatron_untied.streaming.host import HostHeadChunks, HostRows
 from megatron_untied.streaming.host_arena import HostArena
-from megatron_untied.streaming.host_sums import HostKvSums
-from megatron_untied.streaming.rows import DeviceRows, Rows
+from megatron_untied.streaming.host_tensors import (
+    DeviceRows,
+    HostHeadChunks,
+    HostKvSums,
+    HostRows,
+    Rows,
+)
 
 
 class StoredLse:
@@ -133,20 +137,20 @@ class ActivationStore:
         If it is not saved, its last use must be before another layer runs.
         """
         if self.policy.layers[index].output_on_host:
-            staging = Staging.of_out(spec.sizes, spec.tile_tokens)
+            staging = Staging.plan("out", spec.sizes, spec.tile_tokens)
             return HostHeadChunks(staging, spec.layout, self.arena, self.workspace, spec.device)
         if is_saved:
             with allocating(MemoryCategory.KEPT):
                 storage = torch.empty(spec.layout.numel, dtype=spec.sizes.dtype, device=spec.device)
-            return DeviceHeadChunks(storage, spec.layout)
-        return self._in_workspace("out", spec)
+            return HeadChunks(storage, spec.layout)
+        return HeadChunks.in_workspace("out", spec.sizes, self.workspace, spec.device)
 
     def d_out(self, spec: HeadChunksSpec) -> HeadChunks:
         """Slots for the gradient of the attention output, [n, b, h, d]."""
         if self.policy.park:
-            staging = Staging.of_d_out(spec.sizes, spec.tile_tokens)
+            staging = Staging.plan("d_out", spec.sizes, spec.tile_tokens)
             return HostHeadChunks(staging, spec.layout, self.arena, self.workspace, spec.device)
-        return self._in_workspace("d_out", spec)
+        return HeadChunks.in_workspace("d_out", spec.sizes, self.workspace, spec.device)
 
     def save_lse(self, index: int, lse: LogSumExps, *, is_saved: bool) -> StoredLse:
         """The log-sum-exps of layer ``index``, for its backward."""
@@ -165,8 +169,3 @@ class ActivationStore:
             arena=self.arena,
             workspace=self.workspace,
         )
-
-    def _in_workspace(self, name: str, spec: HeadChunksSpec) -> HeadChunks:
-        # The next layer takes the same memory.
-        storage = self.workspace.take(head_chunks_buffer(name, spec.sizes), spec.device)
-        return DeviceHeadChunks(storage, spec.layout)

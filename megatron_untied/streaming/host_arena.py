@@ -23,22 +23,22 @@ Parking is the same: ``slot.write(g).wait()``, give g's storage back (``resize_(
 allocate it again and ``slot.read(g).wait()``. Call ``arena.engine.wait_all()`` after a failed step.
 """
 
+import contextlib
 import itertools
+import mmap
+import warnings
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_untied.streaming.copy_engine import Copy, CopyEngine, CpuStreams
-from megatron_untied.streaming.host_memory import (
-    PAGE_BYTES,
-    RegisteredMemory,
-    allocate_counted,
-    allocate_pageable,
-)
 
+PAGE_BYTES = 4096
 Index = slice | int | tuple[slice | int, ...]
 
 
@@ -56,7 +56,8 @@ class HostArena:
 
     Args:
         engine: makes the copies.
-        allocate: gives a uint8 tensor of exactly so many bytes; see ``host_memory``.
+        allocate: takes a multiple of ``PAGE_BYTES`` and gives a uint8 tensor of exactly that many
+            bytes. Its memory is freed with the last view of it, so copies in flight reference it.
     """
 
     def __init__(self, engine: CopyEngine, allocate: Callable[[int], Tensor]):
@@ -188,3 +189,62 @@ def prefetch(reads: Iterable[tuple[HostSlot, Index]], room: Tensor) -> Iterator[
     if ahead is not None:
         ahead[0].wait()
         yield ahead[1]
+
+
+def allocate_pageable(num_bytes: int) -> Tensor:
+    """Plain memory, zero, on pages of its own. Nothing is resident until it is written.
+
+    The mapping is shared (the default of :mod:`mmap`), because a forked data loader worker would
+    make private pages copy-on-write, and a registered page must not move.
+    """
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+def allocate_counted(num_bytes: int) -> Tensor:
+    """No memory, for a trace with fake tensors: on "meta", so it is not counted as the device's."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+
+class RegisteredMemory:
+    """Allocates memory that the device copies from and to directly, beside compute.
+
+    ``cudaHostRegister`` takes exactly the bytes it is given; ``pin_memory`` would round them up to
+    a power of two. If CUDA refuses, one warning is given and all later memory is pageable: results
+    are the same, but copies are slower and block the host.
+
+    Args:
+        cudart: ``torch.cuda.cudart()``.
+        device: the CUDA device whose context is current.
+    """
+
+    def __init__(self, cudart: Any, device: torch.device):
+        self._cudart = cudart
+        self._device = device
+        self._refused = False
+
+    def __call__(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], registered unless CUDA has refused."""
+        memory = allocate_pageable(num_bytes)
+        if self._refused:
+            return memory
+        error = self._cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0)
+        if int(error) == 0:
+            # Registered pages outlive their mapping and would make the next one there fail.
+            unregister = weakref.finalize(
+                memory, self._cudart.cudaHostUnregister, memory.data_ptr()
+            )
+            unregister.atexit = False  # the CUDA context is gone by then
+            return memory
+        self._refused = True
+        # CUDA's "last error" is still set, and torch would raise it at some later kernel launch.
+        # torch does not expose cudaGetLastError; the check behind a launch reads and clears it.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self._device)
+        warnings.warn(
+            f"could not register {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) of pinned host "
+            f"memory with CUDA: {self._cudart.cudaGetErrorString(error)}. Training continues "
+            "with pageable memory, whose copies are slower and do not overlap with compute. Raise "
+            "the memlock limit (ulimit -l unlimited) or the container's memory limit.",
+            stacklevel=2,
+        )
+        return memory

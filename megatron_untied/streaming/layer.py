@@ -36,6 +36,7 @@ from megatron_untied.streaming.activation_store import (
     HeadChunksSpec,
     StoredLse,
 )
+from megatron_untied.streaming.host_tensors import DeviceRows, Rows
 from megatron_untied.streaming.parking import offload_during
 from megatron_untied.streaming.projections import (
     StreamedProjections,
@@ -43,7 +44,6 @@ from megatron_untied.streaming.projections import (
     queries_keys_values,
 )
 from megatron_untied.streaming.recompute import recompute
-from megatron_untied.streaming.rows import DeviceRows, Rows
 from megatron_untied.tiling import (
     GradientSums,
     Tile,
@@ -71,7 +71,7 @@ class StreamingContext:
     store: ActivationStore
 
 
-class UntiedTransformerLayer(TransformerLayer):
+class StreamedTransformerLayer(TransformerLayer):
     """A transformer layer whose residual is updated in place and whose backward recomputes.
 
     Built from the standard layer's submodules, with the same parameter names. The output of
@@ -152,7 +152,7 @@ class _StreamedLayer(torch.autograd.Function):
     def forward(
         ctx,
         x: Tensor,
-        layer: UntiedTransformerLayer,
+        layer: StreamedTransformerLayer,
         sequence: SequenceInfo,
         group: CheckpointGroup | None,
         *parameters,
@@ -198,7 +198,7 @@ class _StreamedLayer(torch.autograd.Function):
 
 
 def attend(
-    layer: UntiedTransformerLayer, x: Rows, sequence: SequenceInfo, *, is_saved: bool
+    layer: StreamedTransformerLayer, x: Rows, sequence: SequenceInfo, *, is_saved: bool
 ) -> tuple[HeadChunks, StoredLse]:
     """Attention of all heads over the layer's input: O [n, b, h, d] and its lse. Collective.
 
@@ -212,7 +212,7 @@ def attend(
     return out, store.save_lse(index, lse, is_saved=is_saved)
 
 
-def finish(layer: UntiedTransformerLayer, x: Rows, out: HeadChunks, result: Tensor) -> None:
+def finish(layer: StreamedTransformerLayer, x: Rows, out: HeadChunks, result: Tensor) -> None:
     """Output projection, residual, MLP: x [n, b, m], O [n, b, h, d] -> ``result`` [n, b, m].
 
     ``result`` may be the memory of ``x``: a tile is written after it was read.
@@ -223,7 +223,7 @@ def finish(layer: UntiedTransformerLayer, x: Rows, out: HeadChunks, result: Tens
 
 
 def layer_backward(
-    layer: UntiedTransformerLayer,
+    layer: StreamedTransformerLayer,
     gradient: Tensor,
     x: Rows,
     y: SavedAttention,
@@ -253,7 +253,7 @@ def layer_backward(
 
 
 def _after_attention_backward(
-    layer: UntiedTransformerLayer,
+    layer: StreamedTransformerLayer,
     gradient: Tensor,
     x: Rows,
     out: HeadChunks,
@@ -272,7 +272,7 @@ def _after_attention_backward(
 
 
 def _before_attention_backward(
-    layer: UntiedTransformerLayer,
+    layer: StreamedTransformerLayer,
     gradient: Tensor,
     projections: StreamedProjections,
     d_qkv: tuple[HeadChunks, Tensor, Tensor],
@@ -298,7 +298,7 @@ def _before_attention_backward(
 
 
 def _projections(
-    layer: UntiedTransformerLayer, x: Rows, sequence: SequenceInfo
+    layer: StreamedTransformerLayer, x: Rows, sequence: SequenceInfo
 ) -> StreamedProjections:
     tiles = layer.tiles(x.shape[0])
     n = sum(run.stop - run.start for tile in tiles for run in tile.seen)
@@ -307,7 +307,7 @@ def _projections(
 
 
 def _slots(
-    layer: UntiedTransformerLayer, projections: StreamedProjections, attention: Attention
+    layer: StreamedTransformerLayer, projections: StreamedProjections, attention: Attention
 ) -> HeadChunksSpec:
     sizes = layer.self_attention.ulysses.sizes(projections, attention)
     first = projections.tiles[0].local  # no tile is larger

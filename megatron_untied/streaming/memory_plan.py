@@ -93,12 +93,6 @@ class MemoryPlan:
             self._taken[kind] = _taken(self.sizes, kind)
         return self._taken[kind]
 
-    def uses(self) -> Iterator[tuple[Phase, tuple[Buffer, ...]]]:
-        """The buffers that are in use in each phase, through a step."""
-        for phase, layer, _ in self.workspace():
-            if phase != Phase.BACKWARD:  # between layers nothing is taken
-                yield phase, self.taken(phase, layer)
-
     def host_bytes(self) -> int:
         """Bytes that the host arena holds after one step."""
         replay, layers = _HostReplay(self.sizes, self.policy), range(len(self.policy.layers))
@@ -146,7 +140,7 @@ def _taken(sizes: LayerSizes, kind: _LayerPhase) -> tuple[Buffer, ...]:
     taken: list[Buffer] = []
     if kind.reads_input_from_host:
         taken.append(row_tiles(rows * sizes.residual[1:].numel(), attention.dtype))
-    out, d_out = Staging.of_out(attention, rows), Staging.of_d_out(attention, rows)
+    out, d_out = (Staging.plan(name, attention, rows) for name in ("out", "d_out"))
     match kind.phase:
         case Phase.ATTENTION_FORWARD | Phase.RECOMPUTE_ATTENTION:
             taken += [*buffers_of(ForwardBuffers.plan(attention)), *ring_buffers(attention)]
@@ -233,9 +227,12 @@ class _HostReplay:
         output = self._head_chunks() if policy.output_on_host else []
         if is_saved and policy.input_on_host:
             self.lse[layer] = [
-                self.arena.reserve(attention.lse_shape(call), accumulation_dtype(attention.dtype))
+                self.arena.reserve(
+                    (attention.b, columns.stop - columns.start, attention.tokens),
+                    accumulation_dtype(attention.dtype),
+                )
                 for assignment in attention.mine
-                for call in assignment.kernel_calls
+                for columns in (call.query_columns for call in assignment.kernel_calls)
             ]
         return output
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from megatron_untied.streaming.activation_store import ActivationStore
-from megatron_untied.streaming.host import HostRows
-from megatron_untied.streaming.rows import DeviceRows, Rows
+from megatron_untied.streaming.host_tensors import DeviceRows, HostRows, Rows
 
 
 @contextlib.contextmanager

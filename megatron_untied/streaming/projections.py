@@ -13,7 +13,7 @@ from typing_extensions import override
 from megatron_untied.context_parallel.exchange import HeadBlocks
 from megatron_untied.context_parallel.ulysses import Projections
 from megatron_untied.rope import rotate_
-from megatron_untied.streaming.rows import Rows
+from megatron_untied.streaming.host_tensors import Rows
 from megatron_untied.tiling import Tile, split_rows
 
 
@@ -58,7 +58,8 @@ class StreamedProjections(Projections):
             for rows, part in split_rows(y, tile.seen):  # [rows, b, heads, d]
                 if kind != "v":
                     rotate_(part, *(table[rows] for table in self.rotary))
-                blocks.write(rows, part)
+                for block, of_ranks in blocks.pairs(rows, part):
+                    block.copy_(of_ranks)  # [ranks, rows, b, heads per rank, d]
 
     def _normed(self, x: Tensor) -> Tensor:
         """Tile of the normalized input, [t, b, m]: not named in the loop, so freed when used."""

@@ -14,7 +14,7 @@ from megatron_untied.streaming.activation_store import (
     SavedLayer,
     StoredLse,
 )
-from megatron_untied.streaming.rows import Rows
+from megatron_untied.streaming.host_tensors import Rows
 
 
 def recompute(

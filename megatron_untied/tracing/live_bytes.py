@@ -35,7 +35,7 @@ class Peak:
     """The moment of a phase when the most bytes were alive."""
 
     num_bytes: int = 0
-    by_cause: dict[str, int] = field(default_factory=dict)
+    by_category: dict[str, int] = field(default_factory=dict)
     """Bytes by what was stated with :func:`.phases.allocating` where they were allocated, most
     first; bytes without a statement are named by their phase."""
 
@@ -45,7 +45,7 @@ class _Alive:
     reference: weakref.ref
     """Its callback ends the count, so it must live as long as the storage."""
     num_bytes: int
-    cause: str
+    category: str
 
 
 class LiveBytes(AllocationObserver):
@@ -75,7 +75,7 @@ class LiveBytes(AllocationObserver):
         """By phase; see :class:`.phases.Phase`."""
         self.timeline: list[tuple[str, int]] = []
         """The phases in the order of the step, one as often as it occurs: its name and peak."""
-        self._by_cause: Counter[str] = Counter()
+        self._by_category: Counter[str] = Counter()
         self._alive: dict[int, _Alive] = {}
         """By address of the storage, which is unique as long as the storage lives."""
         self._is_paused = False
@@ -155,10 +155,10 @@ class LiveBytes(AllocationObserver):
 
     def _track(self, storage: torch.UntypedStorage) -> _Alive:
         """Count ``storage`` until its last reference is gone."""
-        key, cause = storage._cdata, self.category
-        cause = cause or f"other, made in {self._progress.current_phase}"
+        key, category = storage._cdata, self.category
+        category = category or f"other, made in {self._progress.current_phase}"
         reference = weakref.ref(storage, lambda _: self._change(self._alive.pop(key), 0))
-        self._alive[key] = alive = _Alive(reference, 0, cause)
+        self._alive[key] = alive = _Alive(reference, 0, category)
         self._change(alive, storage.nbytes())
         return alive
 
@@ -167,7 +167,7 @@ class LiveBytes(AllocationObserver):
         growth = num_bytes - alive.num_bytes
         alive.num_bytes = num_bytes
         self.num_bytes += growth
-        self._by_cause[alive.cause] += growth
+        self._by_category[alive.category] += growth
         if growth <= 0:
             return
         name = self._progress.current_phase
@@ -176,5 +176,7 @@ class LiveBytes(AllocationObserver):
         elif self.num_bytes > self.timeline[-1][1]:
             self.timeline[-1] = name, self.num_bytes
         if name not in self.peaks or self.num_bytes > self.peaks[name].num_bytes:
-            by_cause = {cause: size for cause, size in self._by_cause.most_common() if size}
-            self.peaks[name] = Peak(self.num_bytes, by_cause)
+            by_category = {
+                category: size for category, size in self._by_category.most_common() if size
+            }
+            self.peaks[name] = Peak(self.num_bytes, by_category)

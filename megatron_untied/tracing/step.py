@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.kernels.traced import TracedFlashAttention3
-from megatron_untied.gpt_model import UntiedGPTModel
+from megatron_untied.gpt_model import ChunkedLossGPTModel
 from megatron_untied.model import Runtime, build_model
 from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.platform.device import current_device
@@ -105,7 +105,7 @@ class StepTracer:
 
     def _build_model(
         self, config: RunConfig, groups: ProcessGroupCollection, progress: StepProgress
-    ) -> UntiedGPTModel:
+    ) -> ChunkedLossGPTModel:
         return build_model(
             config.model,
             config.parallel,

@@ -13,11 +13,15 @@ from megatron_untied.checkpoint import Progress, describe_loading
 from megatron_untied.config.run import RunConfig
 from megatron_untied.flops import attention_units
 from megatron_untied.planner.disk import Disk
+from megatron_untied.planner.machine import this_machine
+from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.search import describe
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
 from megatron_untied.training.exits import EarlyExit
 from megatron_untied.training.initialize import Launch, errors_in_one_line
+from megatron_untied.training.memory_report import memory_against_plan
+from megatron_untied.training.profiling import StepProfiler
 from megatron_untied.training.setup import DatasetsProvider, Run, set_up
 from megatron_untied.training.step import (
     Batch,
@@ -59,7 +63,8 @@ def pretrain(
         global_batches, config=config, groups=run.groups, get_batch=get_batch
     )
     evaluate_after = functools.partial(evaluate_run, run, batches_of, forward_step)
-    with report, run.signals, run.heartbeat:
+    profiler = StepProfiler(config, launch.rank, train_state.progress, say=report.say)
+    with report, run.signals, run.heartbeat, profiler:
         progress = load_and_describe(run)
         if config.loop.skip_train:
             evaluate_after(progress.iteration)
@@ -70,22 +75,29 @@ def pretrain(
         num_samples = config.batch.global_batch_size
         step_units = run.layer_passes * attention_units(config.memory)
         exit_reason = early_exit.signal()  # one may have arrived while loading
-        for iteration in range(progress.iteration + 1, config.loop.train_iters + 1):
+        first = progress.iteration + 1
+        for iteration in range(first, config.loop.train_iters + 1):
             if exit_reason:
                 break
             train_state.progress.begin(f"iteration {iteration}", step_units)
-            began = time.perf_counter()
-            result = train_step(
-                train_state, next(train_batches), num_samples=num_samples, forward_step=forward_step
-            )
-            device.synchronize()  # for the time of the step; the loss was read back anyway
-            seconds = time.perf_counter() - began
+            with profiler.step(iteration):
+                began = time.perf_counter()
+                result = train_step(
+                    train_state,
+                    next(train_batches),
+                    num_samples=num_samples,
+                    forward_step=forward_step,
+                )
+                device.synchronize()  # for the time of the step; the loss was read back anyway
+                seconds = time.perf_counter() - began
             if config.loop.check_for_nan:
                 with errors_in_one_line():  # before saving: weights that are nan are never saved
                     require_finite(result, iteration)
             consumed_samples = progress.consumed_samples + num_samples
             progress = Progress(iteration=iteration, consumed_samples=consumed_samples)
-            report.step(result, progress, seconds=seconds)
+            if iteration <= first + 1:  # the first step makes Adam's moments, the second has them
+                compare_memory(run, iteration)
+            report.step(result, progress, seconds=seconds)  # resets the peak
             if config.evaluates_after(iteration):
                 evaluate_after(iteration)
             exit_reason = early_exit.reason(iteration)  # one all-reduce of a number
@@ -115,6 +127,16 @@ def load_and_describe(run: Run) -> Progress:
     if shortfall is not None:
         report.say(shortfall)
     return progress
+
+
+def compare_memory(run: Run, iteration: int) -> None:
+    """Report the device memory of the steps so far beside the plan's; collective over all ranks."""
+    measured = device.device_memory()
+    if measured is None:  # on every rank: no GPUs, and nothing to compare
+        return
+    plan = run.plan or Plan(run.config, this_machine(run.groups))
+    for line in memory_against_plan(plan.peak.num_bytes, measured):
+        run.report.say(f"after iteration {iteration}: {line}")
 
 
 def evaluate_run(

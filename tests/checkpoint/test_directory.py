@@ -59,7 +59,7 @@ def test_leftovers_of_a_crash_are_cleared_away_by_the_next_save(tmp_path):
 
 
 def test_retiring_a_checkpoint_that_is_gone_does_nothing(tmp_path):
-    disk.retire(tmp_path, 3)
+    disk.retire(disk.iteration_folder(tmp_path, 3))
     assert names(tmp_path) == []
 
 

@@ -16,7 +16,7 @@ from megatron_untied.checkpoint import (
     save_checkpoint,
 )
 from megatron_untied.checkpoint import directory as disk
-from megatron_untied.checkpoint.provenance import read_provenance
+from megatron_untied.checkpoint.run_config import read_provenance
 from megatron_untied.config import RotaryConfig
 from megatron_untied.sharding.shards import ModelShards
 from tests.checkpoint.warnings import recorded_warnings

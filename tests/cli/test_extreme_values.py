@@ -14,6 +14,7 @@ YARN = {
     "yarn_original_max_position_embeddings": 32,
 }
 STREAMED = {"recompute_granularity": "full"}
+PROFILED = {"profile": True, "tensorboard_dir": "here"}
 SAVED, LOADED = {"save": "here"}, {"load": "there"}
 NEEDED = {
     "--yarn-beta-fast": YARN,
@@ -27,6 +28,9 @@ NEEDED = {
     "--sequence-tile-size": STREAMED,
     "--cpu-offloading-num-layers": STREAMED,
     "--recompute-method": STREAMED,
+    "--profile-step-start": PROFILED,
+    "--profile-step-end": PROFILED,
+    "--profile-ranks": PROFILED,
     "--save-interval": SAVED,
     "--save-retain-interval": SAVED,
     "--ckpt-step": LOADED,
@@ -55,6 +59,8 @@ HONORED = {
     "--ckpt-step": {"0"},
     "--cpu-offloading-num-layers": {"0"},
     "--heartbeat-seconds": {"0"},
+    "--profile-step-start": {"0"},
+    "--profile-ranks": {"0"},
     "--yarn-mscale": {"0"},
     "--yarn-mscale-all-dim": {"0"},
     "--tokenizer-model": ANY_TEXT,

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_untied.data.blend import Blend, check_split, parse_blend
+from megatron_untied.config.data import Blend, check_split, parse_blend
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from megatron_untied.checkpoint import global_tensor, read_model_config
 from megatron_untied.checkpoint.global_tensor import TensorReader
 from megatron_untied.hf import Export, Import
-from megatron_untied.hf.safetensors_folder import INDEX, SafetensorsFolder
+from megatron_untied.hf.folder import INDEX, SafetensorsFolder
 from tests.support.hf_conversion import convert, convert_back
 from tests.support.hf_models import FAMILIES, save_model
 

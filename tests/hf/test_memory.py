@@ -12,8 +12,8 @@ import torch
 from megatron_untied.checkpoint.global_tensor import row_blocks
 from megatron_untied.config import ModelConfig
 from megatron_untied.hf.config import model_config_to_hf
+from megatron_untied.hf.folder import TensorSpec, write_safetensors_folder
 from megatron_untied.hf.names import hf_layouts
-from megatron_untied.hf.safetensors_folder import TensorSpec, write_safetensors_folder
 
 MODEL = ModelConfig(
     num_layers=2,

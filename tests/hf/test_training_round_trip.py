@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import pretrain_gpt
 from megatron_untied.checkpoint import Progress
-from megatron_untied.hf.safetensors_folder import SafetensorsFolder
+from megatron_untied.hf.folder import SafetensorsFolder
 from megatron_untied.training.loop import pretrain
 from megatron_untied.training.metrics import read_metrics
 from tests.support.hf_conversion import config_of, convert, convert_back

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.activations import memory_plan
+from megatron_untied.planner.buffer_table import memories_of
 from megatron_untied.planner.geometry import Geometry
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.weights import ShardedWeights
@@ -102,9 +103,9 @@ def workspace_of(trace: StepTrace) -> dict[str, dict[str, int]]:
     prefix = "workspace: "
     return {
         phase: {
-            cause.removeprefix(prefix): num_bytes
-            for cause, num_bytes in peak.by_cause.items()
-            if cause.startswith(prefix)
+            category.removeprefix(prefix): num_bytes
+            for category, num_bytes in peak.by_category.items()
+            if category.startswith(prefix)
         }
         for phase, peak in trace.peak_by_phase.items()
     }
@@ -169,8 +170,22 @@ def test_peak_and_host_bytes_with_sequence_parallelism(name):
     check(flags, trace_cases({name: flags})[name])
 
 
+@pytest.mark.parametrize("name", ["selective, overlapped", "parked"])
+def test_the_table_of_buffers_lists_what_the_tracer_counts(traces, name):
+    """In backward, where every phase holds what phases before it left."""
+    memories = memories_of(Plan(run_config(FAST[name]), machine()))
+    outside = {"residual", "kernel_fp32_dq", "dk_dv"}  # not in the workspace
+    for phase in (Phase.MLP_BACKWARD, Phase.ATTENTION_BACKWARD, Phase.QKV_BACKWARD):
+        listed = {
+            memory: each.bytes_by_phase[phase]
+            for memory, each in memories.items()
+            if phase in each.bytes_by_phase and memory not in outside
+        }
+        assert listed == traces[name].workspace[phase], phase
+
+
 def test_a_wrong_form_would_be_noticed(traces):
-    """A tenth of the largest cause of a small step is more than the tolerance."""
+    """A tenth of the largest category of a small step is more than the tolerance."""
     plan = Plan(run_config(FAST["parked"]), machine())
     assert plan.peak.by_category[MemoryCategory.TILES] > 0.1 * plan.peak.num_bytes
     assert plan.peak.num_bytes == pytest.approx(traces["parked"].peak, rel=0.001)

@@ -160,7 +160,7 @@ def test_keeping_attention_saves_its_share_of_a_step():
     full, kept = (plan(f"--recompute-granularity {g} --seq-length 4194304") for g in
                   ("full", "selective"))  # fmt: skip
     assert 1.2 < full.time.seconds / kept.time.seconds < 18 / 14
-    assert math.isclose(sum(kept.time.by_cause.values()), kept.time.seconds)
+    assert math.isclose(sum(kept.time.by_category.values()), kept.time.seconds)
 
 
 def test_every_gpu_names_the_source_of_its_rates():

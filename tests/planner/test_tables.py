@@ -37,14 +37,14 @@ def test_no_number_is_cut_at_any_width(width, terminal):
     plan = Plan(run_config(LONG), machine())
     said = printed(width, force_terminal=terminal, color_system=None)
     assert "…" not in said
-    causes = [cause for snapshot in plan.phases.values() for cause in snapshot.by_category.values()]
+    sizes = [n for snapshot in plan.phases.values() for n in snapshot.by_category.values()]
     columns = {c for m in plan.phases.values() for c, n in m.by_category.items() if n}
-    expected = [f"{n / 2**30:,.2f}" for n in causes if n]
+    expected = [f"{n / 2**30:,.2f}" for n in sizes if n]
     found = device_numbers(said)
     for number in expected:
         assert number in found, number
-    for cause in columns:
-        assert all(word in said for word in cause.split())
+    for category in columns:
+        assert all(word in said for word in category.split())
     assert f"{plan.time.seconds:,.2f}" in said
     assert f"{plan.host.total() * 8 / 2**30:,.2f}" in said
 
@@ -57,7 +57,7 @@ def test_tables_are_not_wider_than_what_they_are_printed_on(width):
 
 
 def test_the_same_numbers_at_every_width():
-    """Only the sums of phases are repeated, never a cause's."""
+    """Only the sums of phases are repeated, never those of a category."""
     narrow, wide = (re.findall(r"\d[\d,]*\.\d\d\b", printed(width)) for width in (40, 300))
     assert sorted(narrow) == sorted(wide)
 

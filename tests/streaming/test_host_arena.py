@@ -9,14 +9,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_untied.streaming.copy_engine import CopyEngine, CpuStreams
-from megatron_untied.streaming.host_arena import HostArena, prefetch
-from megatron_untied.streaming.host_memory import (
+from megatron_untied.streaming.host_arena import (
     PAGE_BYTES,
+    HostArena,
     RegisteredMemory,
     allocate_pageable,
+    prefetch,
 )
+<<<<<<< HEAD
 from tests.streaming.test_host_memory import Cudart
 from tests.support.simulated_streams import LateStreams
+=======
+from tests.support.simulated_streams import LateStreams
+from tests.streaming.test_registered_memory import Cudart
+>>>>>>> main
 
 CPU = torch.device("cpu")
 
@@ -33,7 +39,7 @@ def late_arena() -> HostArena:
 ARENAS = pytest.mark.parametrize("make_arena", [cpu_arena, late_arena])
 
 
-# A training step as the stash will run it.
+# A training step as the streamed layers run it.
 
 
 def forward_and_backward(arena: HostArena, num_layers: int, step: int) -> None:

@@ -8,7 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
-from megatron_untied.gpt_model import UntiedGPTModel
+from megatron_untied.gpt_model import ChunkedLossGPTModel
 from megatron_untied.model import Runtime, build_model
 from megatron_untied.sharding.initialize_weights import initialize_weights
 from megatron_untied.step_progress import StepProgress
@@ -54,7 +54,7 @@ def make_model(
     seed: int = 1,
     arena: HostArena | None = None,
     progress: StepProgress | None = None,
-) -> UntiedGPTModel:
+) -> ChunkedLossGPTModel:
     """A model with its initial weights, the same at every tensor-parallel size."""
     parallel = parallel or ParallelConfig()
     groups = groups or parallel_groups(parallel)

@@ -119,5 +119,5 @@ def test_the_cause_of_a_peak_is_named():
     with LiveBytes(StepProgress()) as live:
         queries = Buffer(name="q", memory="q", numel=MIB // 4, dtype=torch.float32)
         buffer = Workspace().take(queries, torch.device("cpu"))
-    assert live.peaks[Phase.SETUP].by_cause == {"workspace: q": MIB}
+    assert live.peaks[Phase.SETUP].by_category == {"workspace: q": MIB}
     del buffer

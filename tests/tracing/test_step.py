@@ -40,7 +40,7 @@ def count_real_step(group, flags):
 def test_a_trace_counts_what_a_real_step_takes(traces, name):
     real, traced = run_on_ranks(count_real_step, 2, CASES[name])[0], traces[name]
     assert bytes_by_phase(traced) == bytes_by_phase(real)
-    assert traced.peak.by_cause == real.peak.by_cause
+    assert traced.peak.by_category == real.peak.by_category
     assert traced.model_state_bytes == real.model_state_bytes
     assert traced.host_bytes == real.host_bytes
     assert traced.attention_flops == real.attention_flops

@@ -35,8 +35,8 @@ def attending(layer: LayerProgress, chunks: int) -> Iterator[None]:
     """In the forward of a layer, after some of its chunks."""
     with layer.phase(Phase.ATTENTION_FORWARD):
         for chunk in range(chunks):
-            layer.begin_chunk(chunk)
-            layer.chunk_completed()
+            with layer.chunk(chunk):
+                pass
         yield
 
 

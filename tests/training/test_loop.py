@@ -6,7 +6,7 @@ import time
 import pytest
 
 import pretrain_gpt
-from megatron_untied.checkpoint.provenance import read_provenance
+from megatron_untied.checkpoint.run_config import read_provenance
 from megatron_untied.data import indexed_files
 from megatron_untied.training.loop import pretrain
 from megatron_untied.training.metrics import read_metrics

@@ -147,9 +147,11 @@ def exchange_not_waited_for() -> AbstractContextManager:
 
 def send_buffer_rewritten() -> AbstractContextManager:
     """Without overlap q, k and v are sent from one buffer, one after the other."""
-    add = ulysses._LoadedChunk.add
+    wait = ulysses._LoadedChunk.wait
     return mock.patch.object(
-        ulysses._LoadedChunk, "add", lambda self, work, wait: add(self, work, wait=False)
+        ulysses._LoadedChunk,
+        "wait",
+        lambda chunk: chunk if chunk.q is None else wait(chunk),  # once all of it was launched
     )
 
 

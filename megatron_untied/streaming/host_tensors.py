@@ -1,19 +1,66 @@
-"""Tensors of a layer that are in host memory and pass through the device in parts."""
+"""A layer's tensors that may be in host memory and pass through the device in parts.
+
+The layer's input is read tile by tile (:class:`Rows`), attention outputs chunk by chunk
+(:class:`HostHeadChunks`), and sums of key and value gradients head by head (:class:`HostKvSums`).
+"""
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import PerChunk, Staging, row_tiles
-from megatron_untied.context_parallel.exchange import DeviceHeadChunks, HeadChunkLayout, HeadChunks
+from megatron_untied.context_parallel.buffer_plan import (
+    PerChunk,
+    Sizes,
+    Staging,
+    row_tiles,
+    sum_rows,
+)
+from megatron_untied.context_parallel.exchange import HeadChunkLayout, HeadChunks
+from megatron_untied.context_parallel.kv_gradients import KvPair, KvSums
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host_arena import HostArena, HostSlot, prefetch
-from megatron_untied.streaming.rows import Rows
 from megatron_untied.tiling import Tile
+
+
+class Rows(ABC):
+    """A tensor [rows, b, m] that may not fit on the device: its tiles do."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    host_slot: HostSlot | None
+    """Their host memory; None if they are on the device."""
+
+    @abstractmethod
+    def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
+        """The local rows of each tile, [rows of the tile, b, m]; valid until the next is taken."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free host memory; call it after the last read."""
+
+
+class DeviceRows(Rows):
+    """Rows of a tensor that is on the device."""
+
+    host_slot = None
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+
+    @override
+    def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
+        return (self.tensor[tile.local] for tile in tiles)  # views
+
+    @override
+    def release(self) -> None:
+        pass  # freed with the last reference
 
 
 class HostRows(Rows):
@@ -60,7 +107,7 @@ class HostHeadChunks(HeadChunks):
             [arena.reserve(shape, self.dtype) for shape in layout.even_blocks(j)]
             for j in range(self._num_chunks)
         ]
-        self._copies_out: list[list[Copy]] = [[] for _ in staging.recv]  # by receive buffer
+        self._copies_out: list[list[Copy]] = [[] for _ in set(staging.recv)]  # by receive buffer
         self._copies_in: dict[int, list[Copy]] = {}  # by chunk
 
     @override
@@ -69,7 +116,7 @@ class HostHeadChunks(HeadChunks):
             self._fetch(j)
         _wait(self._copies_in.pop(j))
         # The chunk before this one was sent by now, so its buffer is free.
-        if len(self.staging.send) > 1 and j + 1 < self._num_chunks:
+        if len(set(self.staging.send)) > 1 and j + 1 < self._num_chunks:
             self._fetch(j + 1)
         return self._buffer(self.staging.send, j)
 
@@ -117,13 +164,13 @@ class HostHeadChunks(HeadChunks):
     def _buffer(self, buffers: PerChunk, j: int) -> Tensor:
         return self.workspace.take(buffers[j], self.device)[: self.layout.slot_numels[j]]
 
-    def _staged(self, rows: slice) -> tuple[DeviceHeadChunks, list[tuple[HostSlot, Tensor]]]:
+    def _staged(self, rows: slice) -> tuple[HeadChunks, list[tuple[HostSlot, Tensor]]]:
         """Device memory for ``rows`` of all chunks, and its parts with their slots."""
         own = self.layout
         # A layout of its own: all chunks of a few tokens, as small as a tile of the residual.
         layout = HeadChunkLayout(own.schedule, rows.stop - rows.start, own.b, own.d)
         storage = self.workspace.take(self.staging.tile, self.device)[: layout.numel]
-        staged, pairs = DeviceHeadChunks(storage, layout), []
+        staged, pairs = HeadChunks(storage, layout), []
         for j in range(self._num_chunks):
             pairs += self._pairs(j, staged.send_buffer(j), layout)
         return staged, pairs
@@ -141,3 +188,77 @@ class HostHeadChunks(HeadChunks):
 def _wait(copies: Sequence[Copy]) -> None:
     for copy in copies:
         copy.wait()
+
+
+class HostKvSums(KvSums):
+    """Sums [s/r, b, d] of dK and dV on the host, one piece of memory per head.
+
+    Between two kernels a head's sum comes to the device some rows at a time, is added to and goes
+    back. Heads lie apart on the host, so that those rows are contiguous: one copy.
+    """
+
+    def __init__(
+        self,
+        heads: range,
+        *,
+        sizes: Sizes,
+        rows_at_a_time: int,
+        device: torch.device,
+        arena: HostArena,
+        workspace: Workspace,
+    ):
+        """``sizes`` of the attention call that adds."""
+        super().__init__(heads, tensors=None)
+        shape = sizes.kv_sum_shape(len(heads))  # [2, heads, s/r, b, d]
+        self._slot, self._num_rows = arena.reserve(shape, sizes.sum_dtype), shape[2]
+        self._rows_at_a_time = min(rows_at_a_time, self._num_rows)
+        room = workspace.take(sum_rows(sizes, self._rows_at_a_time), device)
+        self._room = room.view(2, -1)
+
+    @override
+    def add(self, heads: range, parts: KvPair, rows: slice | None = None) -> None:
+        started = not self.started.isdisjoint(heads)
+        assert started or rows is None, "the first gradients must be of all rows"
+        rows = rows or slice(0, self._num_rows)
+        for index, part in enumerate(parts):
+            for column, head in enumerate(heads):
+                self._add_head(index, head, rows, part[:, :, column], started)
+        self.started.update(heads)
+
+    @override
+    def read(self, index: int, head: int, out: Tensor) -> None:
+        for rows, total in self._totals(index, head, slice(0, self._num_rows), fetch=True):
+            out[rows].copy_(total)
+
+    @override
+    def release(self) -> None:
+        self._slot.release()
+
+    def _add_head(self, index: int, head: int, rows: slice, part: Tensor, started: bool) -> None:
+        """``part`` [len(rows), b, d]; before a head is ``started`` its sum is uninitialized."""
+        for tile, total in self._totals(index, head, rows, fetch=started):
+            added = part[tile.start - rows.start : tile.stop - rows.start]
+            if started:
+                total += added
+            else:
+                total.copy_(added)
+            # Waited for at once: the tile after next arrives in the same half of the room.
+            self._slot.write(total, (index, head - self.heads.start, tile)).wait()
+
+    def _totals(
+        self, index: int, head: int, rows: slice, *, fetch: bool
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """A head's sum on the device, some rows at a time with the next ones in flight.
+
+        Without ``fetch`` the memory is handed out uninitialized.
+        """
+        step = self._rows_at_a_time
+        starts = range(rows.start, rows.stop, step)
+        tiles = [slice(start, min(start + step, rows.stop)) for start in starts]
+        reads = [(self._slot, (index, head - self.heads.start, tile)) for tile in tiles]
+        if fetch:
+            yield from zip(tiles, prefetch(reads, self._room), strict=True)
+            return
+        for tile, (slot, place) in zip(tiles, reads, strict=True):
+            shape = slot.shape_of(place)  # [rows of the tile, b, d]
+            yield tile, self._room[0][: shape.numel()].view(shape)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_untied.hf.safetensors_folder import (
+from megatron_untied.hf.folder import (
     INDEX,
     SINGLE,
     SafetensorsFolder,

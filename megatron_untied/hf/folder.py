@@ -1,18 +1,26 @@
-"""Reads and writes folders of safetensors files, one file or several with an index, by rows."""
+"""A Hugging Face folder: safetensors files, read and written by rows, and the small files.
+
+The weights are one file, or several with an index. The small files are ``config.json`` and the
+tokenizer's. An imported checkpoint keeps them in ``tokenizer/`` beside its iterations, where
+``--tokenizer-type HuggingFaceTokenizer --tokenizer-model SAVE/tokenizer`` finds them.
+"""
 
 import json
 import logging
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_untied.checkpoint.directory import read_json, require_content
+from megatron_untied.checkpoint.run_config import RUN_CONFIG
 from megatron_untied.config.problems import first_few
 
 logger = logging.getLogger(__name__)
@@ -26,6 +34,21 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 """Dtypes of weights; the safetensors format has more, for quantized weights."""
+
+FOLDER = "tokenizer"
+CONFIG = "config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +97,8 @@ def finite(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     Raises:
         ValueError: they are NaN or infinite, or too large for ``dtype``.
     """
-    converted = rows.to(dtype)
+    converted = rows.to(dtype)  # no copy where the dtype is the same
+    # After the conversion: 1e39 is finite in fp64 and infinite in bf16.
     if not converted.isfinite().all():
         raise ValueError(
             f"{name} holds NaN or infinity as {dtype}: too large for it, so that another --dtype "
@@ -98,7 +122,14 @@ def write_safetensors_folder(
         read: yields the rows of a tensor in consecutive blocks.
         max_shard_bytes: largest file, unless one tensor is larger.
     """
-    shards = _shards(specs, max_shard_bytes)
+    # A file is closed when the next tensor would exceed the limit; no tensor is split.
+    shards, size = [[]], 0
+    for name, spec in specs.items():
+        if shards[-1] and size + spec.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += spec.nbytes
     if len(shards) == 1:
         _write_file(folder / SINGLE, specs, shards[0], read)
         return
@@ -107,6 +138,7 @@ def write_safetensors_folder(
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_file(folder / file, specs, names, read)
         weight_map |= dict.fromkeys(names, file)
+    # total_size counts the tensors' bytes, without headers, as transformers writes it.
     total = sum(spec.nbytes for spec in specs.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -160,7 +192,7 @@ def _read_header(path: Path, names: list[str] | None) -> dict[str, TensorSpec]:
     specs = {}
     try:
         with safe_open(path, framework="pt") as file:
-            held = file.keys()
+            held = file.keys()  # only the header is read here
             if absent := sorted(set(names or ()) - set(held)):
                 raise ValueError(f"{path} has no {absent[0]}, which {INDEX} places there")
             for name in held if names is None else names:
@@ -174,18 +206,6 @@ def _read_header(path: Path, names: list[str] | None) -> dict[str, TensorSpec]:
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); download it again") from error
     return specs
-
-
-def _shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[str]]:
-    """Names by file: a file is closed when the next tensor would exceed ``max_bytes``."""
-    shards, size = [[]], 0
-    for name, spec in specs.items():
-        if shards[-1] and size + spec.nbytes > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += spec.nbytes
-    return shards
 
 
 def _write_file(
@@ -207,7 +227,7 @@ def _write_file(
             assert file.tell() - start == specs[name].nbytes, name
             start = file.tell()
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # the folder is renamed to its final name when all are written
 
 
 def _header(specs: Mapping[str, TensorSpec], names: list[str]) -> bytes:
@@ -223,3 +243,41 @@ def _header(specs: Mapping[str, TensorSpec], names: list[str]) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # the data start at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
+
+
+def copy_small_files(source: Path, target: Path, *, config: bool) -> list[str]:
+    """Copy the tokenizer's files, with ``config`` also ``config.json``; returns their names."""
+    # By name, not the whole folder: it may hold weights in other formats as well.
+    candidates = (*TOKENIZER_FILES, CONFIG) if config else TOKENIZER_FILES
+    names = [name for name in candidates if (source / name).is_file()]
+    if names:
+        target.mkdir(exist_ok=True)
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return names
+
+
+def tokenizer_folder(directory: Path, checkpoint: Path) -> Path | None:
+    """The Hugging Face folder with the tokenizer that the weights were trained with, if known.
+
+    Either the one in ``directory``, from an import, or the ``--tokenizer-model`` of the run that
+    wrote ``checkpoint``.
+    """
+    if (directory / FOLDER).is_dir():
+        return directory / FOLDER
+    data = read_json(checkpoint / RUN_CONFIG).get("data", {})
+    if data.get("tokenizer_type") != "HuggingFaceTokenizer":
+        return None
+    folder = Path(data["tokenizer_model"])
+    return folder if folder.is_dir() else None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's ``config.json``.
+
+    Raises:
+        ValueError: it is missing or not JSON.
+    """
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder / CONFIG} is missing: {folder} is no Hugging Face model folder")
+    return read_json(folder / CONFIG)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_untied.streaming.host_memory import PAGE_BYTES, RegisteredMemory
+from megatron_untied.streaming.host_arena import PAGE_BYTES, RegisteredMemory
 
 CPU = torch.device("cpu")
 

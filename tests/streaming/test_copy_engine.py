@@ -15,14 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_untied.streaming.copy_engine import CopyEngine, CpuStreams, contiguous_pieces
-<<<<<<< HEAD
-from megatron_untied.streaming.host_arena import HostArena
-from megatron_untied.streaming.host_memory import allocate_pageable
-from tests.support.simulated_streams import EDGES, ORDERS, SimulatedStreams, in_random_order
-=======
 from megatron_untied.streaming.host_arena import HostArena, allocate_pageable
 from tests.support.simulated_streams import EDGES, ORDERS, SimulatedStreams, in_random_order
->>>>>>> main
 
 SHAPE = (3, 2)
 

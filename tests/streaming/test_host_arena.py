@@ -16,13 +16,8 @@ from megatron_untied.streaming.host_arena import (
     allocate_pageable,
     prefetch,
 )
-<<<<<<< HEAD
-from tests.streaming.test_host_memory import Cudart
-from tests.support.simulated_streams import LateStreams
-=======
-from tests.support.simulated_streams import LateStreams
 from tests.streaming.test_registered_memory import Cudart
->>>>>>> main
+from tests.support.simulated_streams import LateStreams
 
 CPU = torch.device("cpu")
 

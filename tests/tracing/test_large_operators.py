@@ -31,8 +31,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, dict[str, dict[str, str]]]]:
+def trace_cases() -> dict[str, dict[str, dict[str, dict[str, str]]]]:
     """``large`` or ``far``, operator, caller, case -> shape."""
     context = multiprocessing.get_context("forkserver")
     found = {"large": {}, "far": {}}
@@ -45,6 +44,11 @@ def found() -> dict[str, dict[str, dict[str, dict[str, str]]]]:
                     by_case = found[kind].setdefault(operator, {}).setdefault(caller, {})
                     by_case[case] = shape
     return found
+
+
+@pytest.fixture(scope="module")
+def found():
+    return trace_cases()
 
 
 def test_every_operator_beyond_2_to_the_31_elements_is_listed(found):

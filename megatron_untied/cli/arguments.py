@@ -216,7 +216,8 @@ def parser() -> argparse.ArgumentParser:
         for name, options in flags:
             text, default = options.get("help", ""), options["default"]
             if default is not None and not isinstance(default, bool) and default != ():
-                text = f"{text} (default: {default})"
+                shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+                text = f"{text} (default: {shown})"
             # Suppressed, so that a flag that is given can be told from its default.
             group.add_argument(name, **options | {"default": argparse.SUPPRESS, "help": text})
     return built

@@ -397,7 +397,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         switch("--profile", "trace steps with PyTorch's profiler, into --tensorboard-dir"),
         flag("--profile-step-start", index, 10, help="steps before the first traced one"),
         flag("--profile-step-end", count, 12, help="the last step to trace"),
-        flag("--profile-ranks", index, (0,), nargs="+", metavar="R", help="ranks to trace (0)"),
+        flag("--profile-ranks", index, (0,), nargs="+", metavar="R", help="ranks to trace"),
         switch(
             "--use-pytorch-profiler",
             "the profiler of --profile; always on, accepted for compatibility",

@@ -24,7 +24,7 @@ LIMIT = 2**31
 Calls = dict[str, dict[str, dict[str, str]]]
 """``large`` or ``far``, operator, caller -> shape in its first call there."""
 
-CODE = ("/megatron_untied/", "/megatron/core/", "/torch/distributed/")
+CODE = ("/megatron_untied/", "/megatron/core/", "/torch/distributed/fsdp/")
 
 
 def large_calls(flags: str, world_size: int) -> Calls:

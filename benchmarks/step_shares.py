@@ -5,7 +5,8 @@ r"""Shares of a traced step: attention, matrix products, exchange, and every oth
     python benchmarks/step_shares.py runs/profile/rank0-iterations-3-3.pt.trace.json.gz
 
 Reads the host's timeline of a CPU run, where an operator's time is its own, without the operators
-that it calls. Waiting for a collective is exchange; time outside all operators is Python's.
+that it calls. Autograd's functions are no operators. Time outside operators is exchange while a
+collective runs, and otherwise Python's.
 """
 
 import argparse
@@ -35,9 +36,10 @@ def own_microseconds(events: list[dict]) -> tuple[Counter[str], float]:
     steps = [e for e in events if e.get("name", "").startswith("iteration ") and "dur" in e]
     thread = steps[0]["tid"]
     operators = sorted(
-        (e for e in events if e.get("cat") == "cpu_op" and e["tid"] == thread and "dur" in e),
+        (e for e in events if e.get("cat") == "cpu_op" and e["tid"] == thread and "dur" in e
+         and "::" in e["name"] and not e["name"].startswith("autograd::")),
         key=lambda e: (e["ts"], -e["dur"]),
-    )
+    )  # fmt: skip
     own: Counter[str] = Counter()
     outer: list[dict] = []
     covered = []

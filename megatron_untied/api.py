@@ -126,6 +126,7 @@ def untied_attention(
         k.shape[2],
         layout.num_ulysses,
         heads_per_chunk or layout.num_ulysses,
+        # One rank exchanges nothing: a second set of buffers would hide nothing.
         overlap=overlap and layout.num_ulysses > 1,
     )
     if rotary is None:
@@ -248,6 +249,7 @@ def streamed_layers(
     )
     ulysses, ring = context_parallel_groups(parallel, groups)
     layout = sequence_layout(ulysses, ring)
+    # megatron-core counts the keys before a query; our windows include the query's own.
     window = None if config.window_size is None else config.window_size[0] + 1
     context = AttentionContext(
         layout=layout,

@@ -78,7 +78,9 @@ def build_model(
     return ChunkedLossGPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * model.num_layers, layer_norm=deferred(backend.norm)
+            # One spec for all layers: they share the workspace and the store in its params.
+            layer_specs=[layer] * model.num_layers,
+            layer_norm=deferred(backend.norm),
         ),
         vocab_size=model.padded_vocab_size(parallel.tensor_model_parallel_size),
         logical_vocab_size=model.vocab_size,
@@ -141,7 +143,7 @@ def context_parallel_groups(
         return groups.cp, None
     if num_ulysses == 1:
         return None, groups.cp
-    ulysses, ring = groups.hcp
+    ulysses, ring = groups.hcp  # in the order of --hierarchical-context-parallel-sizes
     return ulysses, ring
 
 
@@ -233,7 +235,7 @@ def transformer_config(
         add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
-        hidden_dropout=0.0,
+        hidden_dropout=0.0,  # recomputation replays no random numbers
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
@@ -250,7 +252,7 @@ def transformer_config(
         init_method=_leave_uninitialized,
         output_layer_init_method=_leave_uninitialized,
         embedding_init_method=_leave_uninitialized,
-        cuda_graph_scope=None,
+        cuda_graph_scope=None,  # the default warns of its own deprecation
         transformer_impl=transformer_impl,
     )
 

@@ -1,5 +1,8 @@
 """Part: ten steps of a small model on the GPU and on the CPU have the same losses."""
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.sizes import SMALL, Sizes
 from benchmarks.gpu.training import train
@@ -14,7 +17,8 @@ def run(record: Record, sizes: Sizes) -> None:
     for precision, tolerance in TOLERANCE.items():
         flags = SMALL.format(layers=2).replace("--bf16", precision)
         flags += f" --seq-length {sizes.small_length} --lr 1e-3 --log-interval 10"
-        here, on_cpu = (train(flags, iterations=10, on_cpu=cpu) for cpu in (False, True))
+        with ThreadPoolExecutor() as threads:
+            here, on_cpu = threads.map(functools.partial(train, flags, 10), (False, True))
         differences = [
             abs(a["lm_loss"] - b["lm_loss"]) / b["lm_loss"]
             for a, b in zip(here, on_cpu, strict=True)

@@ -46,14 +46,14 @@ class Part:
 
 
 PARTS = (
-    Part("environment", "What is installed, and does it import?", "environment.run", 20),
+    Part("environment", "What is installed, and does it import?", "environment.run", 30),
     Part("tests", "Do the tests that need a GPU pass?", "unit_tests.run", 60),
-    Part("kernels", "Are the attention kernels right, and how fast?", "kernels.run", 50),
-    Part("layer", "What does each setting cost in a streamed layer?", "layer.run_settings", 160),
-    Part("stash", "Are copies to the host hidden?", "layer.run_stash", 25),
-    Part("memory", "Is peak memory what planner and tracer say?", "memory.run_peaks", 60),
-    Part("context", "Is the longest context what the planner says?", "memory.run_longest", 70),
-    Part("agreement", "Does a GPU train as a CPU does?", "agreement.run", 35),
+    Part("kernels", "Are the attention kernels right, and how fast?", "kernels.run", 45),
+    Part("layer", "What does each setting cost in a streamed layer?", "layer.run_settings", 110),
+    Part("stash", "Are copies to the host hidden?", "layer.run_stash", 30),
+    Part("memory", "Is peak memory what planner and tracer say?", "memory.run_peaks", 75),
+    Part("context", "Is the longest context what the planner says?", "memory.run_longest", 90),
+    Part("agreement", "Does a GPU train as a CPU does?", "agreement.run", 40),
 )
 
 

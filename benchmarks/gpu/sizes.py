@@ -5,8 +5,9 @@ from dataclasses import dataclass
 KI = 1 << 10
 MI = 1 << 20
 
+# A small vocabulary: weights are drawn on the host, at 100 M a second.
 LLAMA = (
-    "--model llama3-8b --num-layers {layers} --vocab-size 31999 --bf16 --loss-chunk-size 2048 "
+    "--model llama3-8b --num-layers {layers} --vocab-size 8191 --bf16 --loss-chunk-size 2048 "
     "--cp-heads-per-chunk 1 --recompute-granularity selective --sequence-tile-size 8192 "
 )
 SMALL = (
@@ -38,7 +39,7 @@ class Sizes:
 FULL = Sizes(
     model=LLAMA,
     kernel_lengths=(16 * KI, 64 * KI, 256 * KI),
-    layer_lengths=(64 * KI, 256 * KI, MI),
+    layer_lengths=(64 * KI, 256 * KI, 512 * KI, MI),
     copy_bytes=2 << 30,
     stash_length=128 * KI,
     memory_length=128 * KI,

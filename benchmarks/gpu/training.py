@@ -20,7 +20,7 @@ class TrainingFailed(RuntimeError):
         return "out of memory" in str(self).lower()
 
 
-def train(flags: str, *, iterations: int, on_cpu: bool = False) -> list[dict]:
+def train(flags: str, iterations: int, on_cpu: bool = False) -> list[dict]:
     """The metrics of every iteration of a run on one rank.
 
     Raises:

@@ -114,7 +114,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         ValueError: an unknown or unsupported flag, an invalid value, or values that contradict each
             other; the message has the remedy.
     """
-    given = with_preset(parse_flags(argv))
+    given = with_preset(parse_flags(argv))  # a preset's flags are checked as if given
     for name, other in REQUIRED_FLAGS.items():
         if name in given and other not in given:
             raise ValueError(f"{flag_of(name)} has no effect without {flag_of(other)}; give both")
@@ -128,7 +128,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         data_path=tuple(values["data_path"]),
         vocab_size=tokenizer_vocab_size(values),
     )
-    sizes = values["hierarchical_context_parallel_sizes"]
+    sizes = values["hierarchical_context_parallel_sizes"]  # a list, which is not hashable
     parallel = _take(
         ParallelConfig, values, hierarchical_context_parallel_sizes=sizes and tuple(sizes)
     )
@@ -179,6 +179,7 @@ def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
         for refused in (name, f"{name} {value or following}"):
             if refused in NOT_YET:
                 raise ValueError(f"{refused} is not supported: {NOT_YET[refused]}")
+    # Not parse_args, whose message about unknown flags has no suggestion.
     given, unknown = parser().parse_known_args(_with_negative_values(argv))
     if unknown:
         raise ValueError(_unknown(unknown, argv))
@@ -260,11 +261,13 @@ def _memory(values: Values, model: ModelConfig) -> MemoryConfig:
 
 def _batch(values: Values, parallel: ParallelConfig, world_size: int) -> BatchConfig:
     model_ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    # With too few ranks the data-parallel size would be 0: validate() reports that.
     one_pass = values["micro_batch_size"] * max(1, world_size // model_ranks)
     return _take(BatchConfig, values, global_batch_size=values["global_batch_size"] or one_pass)
 
 
 def _logging(values: Values) -> LoggingConfig:
+    # Checked here because the sink opens after the model is built, minutes later.
     project = values["wandb_project"]
     if project and importlib.util.find_spec("wandb") is None:
         raise ValueError(
@@ -295,7 +298,7 @@ def timeout_minutes(
 def _distributed(values: Values, timeout: float) -> DistributedConfig:
     default = device.default_backend()
     backend = values["distributed_backend"] or default
-    if backend == "nccl" != default:
+    if backend == "nccl" != default:  # nccl was given, and this machine would use gloo
         raise ValueError(
             "--distributed-backend nccl needs GPUs, and this machine has none; use gloo"
         )
@@ -322,6 +325,7 @@ def _with_negative_values(argv: Sequence[str]) -> list[str]:
 def _unknown(tokens: Sequence[str], argv: Sequence[str]) -> str:
     known = [name for group in FLAGS.values() for name, _ in group] + list(NOT_YET)
     names = [token.partition("=")[0] for token in tokens if token.startswith("--")]
+    # No flag is unknown, so a value is left over.
     if not names:
         for before, token in itertools.pairwise(argv):
             if token == tokens[0] and before in SWITCHES:

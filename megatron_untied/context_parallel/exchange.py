@@ -156,7 +156,7 @@ class HeadChunks:
 
     Chunk j is one flat slot, the sequence-sharded side of its exchange: it is sent without a copy,
     and received where it stays. Slots are parts of one flat tensor on the device here;
-    :mod:`megatron_untied.streaming.host` keeps them in host memory.
+    :mod:`megatron_untied.streaming.host_tensors` keeps them in host memory.
     """
 
     def __init__(self, storage: Tensor, layout: HeadChunkLayout):

@@ -23,7 +23,7 @@ KvPair = tuple[Tensor, Tensor]
 class KvSums:
     """Sums of dK and of dV of some key-value heads, each over all tokens of the Ulysses ranks.
 
-    Here on the device; :mod:`megatron_untied.streaming.host_sums` keeps them in host memory.
+    Here on the device; :mod:`megatron_untied.streaming.host_tensors` keeps them in host memory.
     """
 
     heads: range

@@ -23,8 +23,6 @@ from megatron_untied.planner.weights import (
     ShardedWeights,
     Stage,
     full_gradients,
-    output_and_mlp_unit,
-    qkv_unit,
 )
 
 
@@ -67,6 +65,9 @@ def _outside(name: str, num_bytes: int, category: MemoryCategory) -> Buffer:
 class Step(ABC):
     """A step of one rank, after the first one; subclasses add the layers."""
 
+    kept: Bytes
+    """What all layers keep on the device between forward and backward; set by subclasses."""
+
     def __init__(self, geometry: Geometry, rank: int = 0, every_layer: bool = True) -> None:
         """What is alive all along.
 
@@ -78,7 +79,21 @@ class Step(ABC):
         """
         self.geometry, self.rank, self.every_layer = geometry, rank, every_layer
         self.weights = weights = ShardedWeights.of(geometry)
-        self.states = self._inputs() + (Bytes() if weights.is_on_host else weights.at_rest())
+        # Tokens, labels (int64) and masks (fp32) of all micro-batches; weights of one's tokens.
+        batch = 20 * geometry.n * geometry.b * geometry.num_micro_batches
+        batch += 4 * geometry.n * geometry.b
+        # fp32 cosines and sines: one table, or one per sample where positions are reset.
+        num_tables = geometry.b if geometry.config.data.reset_position_ids else 1
+        rotated = int(geometry.d * geometry.config.model.rotary.percent)
+        tables = 4 * rotated * geometry.n * num_tables
+        positions = 8 * geometry.n  # int64
+        # Megatron-core's one buffer for what sequence parallelism gathers: [tokens, m]. It is
+        # never freed, so it counts in every phase.
+        gathered_tokens = geometry.tile_tokens if geometry.is_streamed else geometry.tokens
+        gathered_tokens *= geometry.num_token_parts > 1
+        gathered = gathered_tokens * geometry.m * geometry.itemsize
+        inputs = {MemoryCategory.INPUTS: batch + tables + positions, MemoryCategory.TILES: gathered}
+        self.states = Bytes(inputs) + (Bytes() if weights.is_on_host else weights.at_rest())
         """Through a whole step: weights, moments, and what every layer reads."""
         has_gradients = geometry.num_micro_batches > 1  # of the micro-batches before
         self.in_forward = self.states + (weights.gradients(None) if has_gradients else Bytes())
@@ -97,14 +112,14 @@ class Step(ABC):
             for phase, alive, buffers in self.layer_forward(layer):
                 yield _snapshot(phase, alive, buffers, layer)
 
-        before_loss = self.in_forward + self.kept()
+        before_loss = self.in_forward + self.kept
         at_loss = before_loss + weights.gathered(Stage.BEFORE_LOSS)
         yield _snapshot(Phase.FORWARD, at_loss, residual)
         in_loss = before_loss + weights.gathered(Stage.LOSS) + loss_bytes(self.geometry)
         yield _snapshot(Phase.LOSS, in_loss, residual)
 
         # The reduction of the output matrix' gradient starts while the last layer arrives.
-        after_loss = self.in_backward(0) + self.kept()
+        after_loss = self.in_backward(0) + self.kept
         after_loss += weights.gathered(Stage.AFTER_LAYER_BACKWARD, num_layers)
         after_loss += weights.reducing(units.output) + full_gradients(units.output)
         yield _snapshot(Phase.BACKWARD, after_loss, residual)
@@ -125,10 +140,6 @@ class Step(ABC):
     def layer_backward(self, layer: int) -> Iterator[_LayerPeak]:
         """The peaks of one layer's backward."""
 
-    @abstractmethod
-    def kept(self) -> Bytes:
-        """What all layers keep on the device between forward and backward."""
-
     @cached_property
     def _layers(self) -> list[int]:
         num_layers, memory = self.geometry.num_layers, self.geometry.config.memory
@@ -142,21 +153,6 @@ class Step(ABC):
         layers |= {group + size - 1 for group in (0, on_host // size * size)}
         layers |= {num_layers - 2, num_layers - 1}
         return sorted(i for i in layers if 0 <= i < num_layers)
-
-    def _inputs(self) -> Bytes:
-        """The batch, the rotary table, and the buffer of sequence parallelism."""
-        geo = self.geometry
-        # Tokens, labels (int64) and masks (fp32) of all micro-batches; weights of one's tokens.
-        batch = 20 * geo.n * geo.b * geo.num_micro_batches + 4 * geo.n * geo.b
-        # fp32 cosines and sines: one table, or one per sample where positions are reset.
-        tables = geo.b if geo.config.data.reset_position_ids else 1
-        rotated = int(geo.d * geo.config.model.rotary.percent)
-        positions = 8 * geo.n
-        inputs = batch + 4 * rotated * geo.n * tables + positions
-        # Megatron-core's one buffer for what sequence parallelism gathers: [tokens, m].
-        gathered_tokens = geo.tile_tokens if geo.is_streamed else geo.tokens
-        gathered = gathered_tokens * geo.m * geo.itemsize if geo.num_token_parts > 1 else 0
-        return Bytes({MemoryCategory.INPUTS: inputs, MemoryCategory.TILES: gathered})
 
     def in_backward(self, num_layers_done: int) -> Bytes:
         """Through a backward, with the gradients that are done.
@@ -186,7 +182,8 @@ class StreamedStep(Step):
         """As a step, with what layers keep, their workspace, and temporaries of tiles."""
         super().__init__(geometry, rank, every_layer)
         self.activations = StreamedActivations.of(geometry, rank)
-        self.tiles = Tiles.of(geometry)
+        self.kept = self.activations.kept_forward(geometry.num_layers - 1)
+        self.tiles = Tiles.of(geometry, self.weights.units)
         # Parked, the residual is on the host while attention runs.
         is_parked = self.activations.policy.park
         self.residual_in_attention = () if is_parked else self.residual
@@ -219,8 +216,8 @@ class StreamedStep(Step):
             yield from self._recompute_group(layer, alive)
 
         # Gradients of weights are summed over tiles in fp32, those of a first tile are not yet.
-        mlp_gradients = full_gradients(output_and_mlp_unit(geo.config.model, geo.num_tensor))
-        qkv_gradients = full_gradients(qkv_unit(geo.config.model, geo.num_tensor))
+        units = self.weights.units
+        mlp_gradients, qkv_gradients = map(full_gradients, (units.output_and_mlp, units.qkv))
         has_sums = geo.num_tiles > 1
         in_mlp = (*self.residual, *workspace(Phase.MLP_BACKWARD, layer))
         sums = mlp_gradients if has_sums else Bytes()
@@ -240,11 +237,13 @@ class StreamedStep(Step):
         in_qkv = workspace(Phase.QKV_BACKWARD, layer)
         dk_dv = replace(kernel.home, category=MemoryCategory.SLOTS)
         yield Phase.QKV_BACKWARD, qkv, (*self.residual, *in_qkv, dk_dv)
-        yield Phase.BACKWARD, *self._after_layer_backward(layer)
 
-    @override
-    def kept(self) -> Bytes:
-        return self.activations.kept_forward(self.geometry.num_layers - 1)
+        # Afterwards the reduction of the layer's gradients starts, while the next one arrives.
+        after = self.in_backward(geo.num_layers - layer)
+        after += self.weights.gathered(Stage.AFTER_LAYER_BACKWARD, layer)
+        after += self.weights.reducing(units.layer) + full_gradients(units.layer)
+        after += self.activations.kept_backward(layer - 1) if layer else Bytes()
+        yield Phase.BACKWARD, after, (*self.residual, *workspace(Phase.BACKWARD, layer))
 
     def _recompute_group(self, layer: int, alive: Bytes) -> Iterator[_LayerPeak]:
         """The group that ends with ``layer`` is recomputed when the backward of ``layer`` begins.
@@ -273,41 +272,47 @@ class StreamedStep(Step):
         yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward, in_mlp
         yield Phase.BACKWARD, alive, (*in_mlp, recomputed)
 
-    def _after_layer_backward(self, layer: int) -> tuple[Bytes, Iterable[Buffer]]:
-        """When the reduction of the layer's gradients starts."""
-        unit = self.weights.units.layer
-        alive = self.in_backward(self.geometry.num_layers - layer)
-        alive += self.weights.gathered(Stage.AFTER_LAYER_BACKWARD, layer)
-        alive += self.weights.reducing(unit) + full_gradients(unit)
-        alive += self.activations.kept_backward(layer - 1) if layer else Bytes()
-        return alive, (*self.residual, *self.activations.workspace(Phase.BACKWARD, layer))
-
 
 class PlainStep(Step):
     """A step whose layers keep all that autograd saves."""
 
-    @cached_property
-    def attention(self) -> dict[Phase, tuple[Buffer, ...]]:
+    def __init__(self, geometry: Geometry, rank: int = 0, every_layer: bool = True) -> None:
+        """As a step, with what autograd saves per layer, and what is alive in attention."""
+        super().__init__(geometry, rank, every_layer)
+        geo, model = geometry, geometry.config.model
+        # What autograd saves of a layer, counted from megatron-core's modules.
+        heads = geo.h + 2 * geo.g + geo.h  # q, k, v, o
+        heads += geo.h if 1 < geo.g < geo.h else 0  # grouped queries are made contiguous
+        heads += geo.h + geo.g if model.qk_layernorm else 0
+        inner = (5 if model.swiglu else 2) * geo.f
+        # Two norms save their input and output each; LayerNorm saves its input in fp32.
+        wide = 4 // geo.itemsize if model.normalization == "LayerNorm" else 1
+        norms = 2 * (1 + wide) * geo.residual_tokens * geo.m
+        numel = norms + geo.tokens * (heads * geo.d + inner)
+        self.saved_bytes = numel * geo.itemsize + geo.lse_bytes
+        """Of one layer."""
+        self.kept = Bytes({MemoryCategory.KEPT: geo.num_layers * self.saved_bytes})
+
+        self.attention = plain_buffers(geo, rank)
         """What is alive in attention, forward and backward."""
-        found = plain_buffers(self.geometry, self.rank)
-        kernel = KernelBuffers.of(attention_sizes(self.geometry, self.rank))
+        kernel = KernelBuffers.of(attention_sizes(geo, rank))
         # dO before it is in slots, and dK and dV as autograd takes them beside the kernel's peak.
-        incoming = _outside("incoming_d_out", self.geometry.output_bytes, MemoryCategory.SLOTS)
+        incoming = _outside("incoming_d_out", geo.output_bytes, MemoryCategory.SLOTS)
         returned = replace(kernel.home, name="returned_dk_dv", memory="returned_dk_dv")
-        found[Phase.ATTENTION_BACKWARD] += (*kernel.at_peak, incoming, returned)
-        return found
+        self.attention[Phase.ATTENTION_BACKWARD] += (*kernel.at_peak, incoming, returned)
 
     @override
     def layer_forward(self, layer: int) -> Iterator[_LayerPeak]:
         alive = self.in_forward + self.weights.gathered(Stage.LAYER_FORWARD, layer)
-        alive += self._saved(layer + 1)
+        alive += Bytes({MemoryCategory.KEPT: (layer + 1) * self.saved_bytes})
         in_attention = self.attention[Phase.ATTENTION_FORWARD]
         yield Phase.ATTENTION_FORWARD, alive, (*self.residual, *in_attention)
 
     @override
     def layer_backward(self, layer: int) -> Iterator[_LayerPeak]:
         geo, is_gated = self.geometry, self.geometry.config.model.swiglu
-        alive = self.around_layer_backward(layer) + self._saved(layer + 1)
+        alive = self.around_layer_backward(layer)
+        alive += Bytes({MemoryCategory.KEPT: (layer + 1) * self.saved_bytes})
         gradient = geo.tokens * geo.f * (2 if is_gated else 1)  # [n, b, 2 f or f]
         matrix = geo.m * geo.f
         mlp = Bytes({MemoryCategory.TILES: (gradient + matrix) * geo.itemsize})
@@ -318,20 +323,3 @@ class PlainStep(Step):
         alive -= Bytes({MemoryCategory.KEPT: freed * geo.itemsize})
         in_attention = self.attention[Phase.ATTENTION_BACKWARD]
         yield Phase.ATTENTION_BACKWARD, alive, (*self.residual, *in_attention)
-
-    @override
-    def kept(self) -> Bytes:
-        return self._saved(self.geometry.num_layers)
-
-    def _saved(self, num_layers: int) -> Bytes:
-        """What autograd saves of so many layers, counted from megatron-core's modules."""
-        geo, model = self.geometry, self.geometry.config.model
-        heads = geo.h + 2 * geo.g + geo.h  # q, k, v, o
-        heads += geo.h if 1 < geo.g < geo.h else 0  # grouped queries are made contiguous
-        heads += geo.h + geo.g if model.qk_layernorm else 0
-        inner = (5 if model.swiglu else 2) * geo.f
-        # Two norms save their input and output each; LayerNorm saves its input in fp32.
-        wide = 4 // geo.itemsize if model.normalization == "LayerNorm" else 1
-        norms = 2 * (1 + wide) * geo.residual_tokens * geo.m
-        numel = norms + geo.tokens * (heads * geo.d + inner)
-        return Bytes({MemoryCategory.KEPT: num_layers * (numel * geo.itemsize + geo.lse_bytes)})

@@ -71,10 +71,31 @@ class MemoryPlan:
         What the backward of the first layer takes after that is still held in the forward of the
         next step.
         """
+        policy, layers = self.policy, range(len(self.policy.layers))
         held: Held = {}
         if not first_step:
             self._take(Phase.QKV_BACKWARD, 0, held)
-        yield from self._step(held)
+        for layer in layers:
+            for phase in (Phase.ATTENTION_FORWARD, Phase.MLP_FORWARD):
+                yield phase, layer, self._take(phase, layer, held)
+        held.clear()  # before the loss
+        for layer in reversed(layers):
+            group = policy.layers[layer].group
+            for member in group if layer == group[-1] else ():
+                if not policy.selective:
+                    phase = Phase.RECOMPUTE_ATTENTION
+                    yield phase, member, self._take(phase, member, held)
+                if member < layer:
+                    phase = Phase.RECOMPUTE_MLP
+                    yield phase, member, self._take(phase, member, held)
+            for phase in (Phase.MLP_BACKWARD, Phase.ATTENTION_BACKWARD):
+                yield phase, layer, self._take(phase, layer, held)
+            # The workspace drops O and dO here, but the layer still references their slots.
+            names = [head_chunks_buffer(x, self.sizes.attention).memory for x in ("out", "d_out")]
+            slots = {name: held[name] for name in names if name in held}
+            held.clear()
+            yield Phase.QKV_BACKWARD, layer, self._take(Phase.QKV_BACKWARD, layer, held) | slots
+            yield Phase.BACKWARD, layer, dict(held)
 
     def taken(self, phase: Phase, layer: int) -> tuple[Buffer, ...]:
         """The buffers that ``layer`` takes in ``phase``."""
@@ -101,30 +122,6 @@ class MemoryPlan:
         for layer in reversed(layers):
             replay.backward(layer)
         return replay.arena.reserved_bytes
-
-    def _step(self, held: Held) -> Iterator[tuple[Phase, int, Held]]:
-        policy, layers = self.policy, range(len(self.policy.layers))
-        for layer in layers:
-            for phase in (Phase.ATTENTION_FORWARD, Phase.MLP_FORWARD):
-                yield phase, layer, self._take(phase, layer, held)
-        held.clear()  # before the loss
-        for layer in reversed(layers):
-            group = policy.layers[layer].group
-            for member in group if layer == group[-1] else ():
-                if not policy.selective:
-                    phase = Phase.RECOMPUTE_ATTENTION
-                    yield phase, member, self._take(phase, member, held)
-                if member < layer:
-                    phase = Phase.RECOMPUTE_MLP
-                    yield phase, member, self._take(phase, member, held)
-            for phase in (Phase.MLP_BACKWARD, Phase.ATTENTION_BACKWARD):
-                yield phase, layer, self._take(phase, layer, held)
-            # The workspace drops O and dO here, but the layer still references their slots.
-            names = [head_chunks_buffer(x, self.sizes.attention).memory for x in ("out", "d_out")]
-            slots = {name: held[name] for name in names if name in held}
-            held.clear()
-            yield Phase.QKV_BACKWARD, layer, self._take(Phase.QKV_BACKWARD, layer, held) | slots
-            yield Phase.BACKWARD, layer, dict(held)
 
     def _take(self, phase: Phase, layer: int, held: Held) -> Held:
         """Take the buffers of a phase; returns what is held then."""
@@ -169,13 +166,14 @@ def _taken(sizes: LayerSizes, kind: _LayerPhase) -> tuple[Buffer, ...]:
 
 
 class _HostReplay:
-    """Reserves from an arena without memory, in the order of ``layer.py`` and ``recompute.py``.
+    """Reserves from an arena without memory, in the order of ``layer.py``.
 
     The order matters: a reservation reuses released memory only of its own size.
     """
 
     def __init__(self, sizes: LayerSizes, policy: ActivationPolicy):
         self.sizes, self.policy, self.arena = sizes, policy, HostArena.for_tracing()
+        self.residual = sizes.residual, sizes.attention.dtype
         self.inputs: dict[int, HostSlot] = {}
         self.outputs: dict[int, list[HostSlot]] = {}
         self.lse: dict[int, list[HostSlot]] = {}
@@ -183,12 +181,12 @@ class _HostReplay:
     def forward(self, layer: int) -> None:
         policy = self.policy.layers[layer]
         if policy.saves_input and policy.input_on_host:
-            self.inputs[layer] = self._residual()
+            self.inputs[layer] = self.arena.reserve(*self.residual)
         # A residual that was saved on the host is not parked a second time.
-        parked = self._residual() if self.policy.park and layer not in self.inputs else None
+        parks = self.policy.park and layer not in self.inputs
+        parked = [self.arena.reserve(*self.residual)] if parks else []
         output = self._attend(layer, is_saved=self.policy.selective)
-        if parked is not None:
-            parked.release()
+        _release(parked)
         if self.policy.selective:
             self.outputs[layer] = output
         else:
@@ -200,26 +198,23 @@ class _HostReplay:
             if member not in self.outputs:
                 self.outputs[member] = self._attend(member, is_saved=member < layer)
             if member < layer and self.policy.layers[member + 1].input_on_host:
-                self.inputs[member + 1] = self._residual()
+                self.inputs[member + 1] = self.arena.reserve(*self.residual)
         _release(self.lse.pop(layer, []))
+        attention = self.sizes.attention
         if self.policy.park:
-            d_output, gradient = self._head_chunks(), self._residual()
-            self._sum_over_chunks()
+            d_output, gradient = self._head_chunks(), self.arena.reserve(*self.residual)
+            sums: dict[range, HostSlot] = {}  # of dK and dV, by the heads that arrived together
+            for assignment in attention.mine if attention.sums_kv else ():
+                if heads := assignment.kv_to_load:
+                    shape = attention.kv_sum_shape(len(heads))
+                    sums[heads] = self.arena.reserve(shape, attention.sum_dtype)
+                for heads in [heads for heads in sums if heads[-1] in assignment.kv_finished]:
+                    sums.pop(heads).release()
             gradient.release()
             _release(d_output)
         if layer in self.inputs:
             self.inputs.pop(layer).release()
         _release(self.outputs.pop(layer))
-
-    def _sum_over_chunks(self) -> None:
-        """Sums of dK and dV of the heads in use."""
-        attention, held = self.sizes.attention, {}
-        for assignment in attention.mine if attention.sums_kv else ():
-            if assignment.kv_to_load:
-                shape = attention.kv_sum_shape(len(assignment.kv_to_load))
-                held[assignment.kv_to_load] = self.arena.reserve(shape, attention.sum_dtype)
-            for heads in [heads for heads in held if heads[-1] in assignment.kv_finished]:
-                held.pop(heads).release()
 
     def _attend(self, layer: int, *, is_saved: bool) -> list[HostSlot]:
         """The slots of the layer's attention output; those of its log-sum-exps are saved."""
@@ -235,9 +230,6 @@ class _HostReplay:
                 for columns in (call.query_columns for call in assignment.kernel_calls)
             ]
         return output
-
-    def _residual(self) -> HostSlot:
-        return self.arena.reserve(self.sizes.residual, self.sizes.attention.dtype)
 
     def _head_chunks(self) -> list[HostSlot]:
         sizes = self.sizes.attention

@@ -103,10 +103,13 @@ class SignalWatch:
     def _run(self) -> None:
         while True:
             listens = self._rank == 0 and self._announce is not None and not self._announced
+            # Rank 0 wakes up to look into the store; the others sleep until a signal.
             ready, _, _ = select([self._reader], [], [], LISTEN_SECONDS if listens else None)
             numbers = self._reader.recv(64) if ready else b""  # one byte per signal
             if ready and not numbers:  # the writer was shut down
                 return
+            # The descriptor gets every signal that has a handler in Python, those of other code
+            # too.
             for number in sorted(set(numbers) & set(self._previous)):
                 self._handle(number)
             if listens:

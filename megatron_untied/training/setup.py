@@ -21,13 +21,14 @@ from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.exits import SignalWatch, watch_training
 from megatron_untied.training.initialize import Launch, errors_in_one_line, initialize
 from megatron_untied.training.liveness import Heartbeat, PeerProgress, heartbeat_of_setup
+from megatron_untied.training.metrics import require_output_paths
 from megatron_untied.training.rendezvous import (
     gather_in,
     open_store,
     require_on_first_rank,
     require_same_config,
 )
-from megatron_untied.training.reporting import Reporter, require_output_paths
+from megatron_untied.training.reporting import Reporter
 from megatron_untied.training.state import TrainState, build_train_state
 
 DatasetsProvider = Callable[[RunConfig, Progress], Datasets]
@@ -51,12 +52,8 @@ class Run:
     report: Reporter
     signals: SignalWatch
     heartbeat: Heartbeat
-
-    @property
-    def layer_passes(self) -> int:
-        """Passes of a micro-batch through a layer in one step, forward only; on one rank."""
-        num_micro_batches = self.config.batch.num_micro_batches(self.groups.dp.size())
-        return self.config.model.num_layers * num_micro_batches
+    layer_passes: int
+    """Passes of a micro-batch through a layer in one step, forward only; on one rank."""
 
 
 def set_up(
@@ -73,7 +70,7 @@ def set_up(
     """
     with errors_in_one_line():
         store = open_store(launch)
-        require_same_config(config, launch, store)
+        require_same_config(config, launch, store)  # first: all that follows depends on flags
         require_on_first_rank(lambda: require_output_paths(config), launch, store)
         start = find_agreed_start(config, gather_in(store, launch))
     # A connection of its own per thread: a blocked call would block the others on the same one.
@@ -84,7 +81,7 @@ def set_up(
         config = plan.config if plan is not None else config
         with heartbeat_of_setup(Phase.DATASETS, config, launch, store):
             datasets = datasets_provider(config, start.progress)
-        progress = StepProgress(device.record_event)
+        progress = StepProgress(device.record_event)  # marks on the stream, without synchronizing
         train_state = build_train_state(model_provider, config, groups, progress)
         report = Reporter(config, launch, start=start.progress)
     heartbeat = Heartbeat(
@@ -105,6 +102,7 @@ def set_up(
         report=report,
         signals=watch_training(config, store.clone(), launch, report, heartbeat),
         heartbeat=heartbeat,
+        layer_passes=config.model.num_layers * config.batch.num_micro_batches(groups.dp.size()),
     )
 
 

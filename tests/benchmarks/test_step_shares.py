@@ -8,6 +8,7 @@ def event(name: str, start: float, stop: float, cat: str = "cpu_op", tid: int = 
 def test_time_is_an_operators_own_and_waiting_is_exchange():
     events = [
         event("iteration 2", 0, 100, "user_annotation"),
+        event("_StreamedLayer", 0, 90),
         event("aten::linear", 0, 30),
         event("aten::mm", 5, 25),
         event("aten::_scaled_dot_product_flash_attention_for_cpu", 30, 60),

@@ -46,7 +46,13 @@ def signal_after(words: str, process: subprocess.Popen, log: Path, number: int) 
     return [line for line in lines if line.strip() and not line.startswith(quiet)]
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, OURS], ids=["torchrun", "tools/torchrun.py"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
+        pytest.param(OURS, id="tools/torchrun.py"),
+    ],
+)
 def test_sigterm_to_the_launcher_saves_the_step(tmp_path, launcher):
     log, folder = tmp_path / "log.txt", tmp_path / "c"
     process = start(launcher, log, save=folder, exit_signal_handler=True)

@@ -14,6 +14,9 @@ from tests.support.corpus import train_small_tokenizer
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# As in a run; NVIDIA's images begin with TF32.
+torch.set_float32_matmul_precision("highest")
+
 # A deadline for each example would fail tests on a machine that is busy with something else.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

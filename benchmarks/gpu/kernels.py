@@ -12,11 +12,11 @@ from megatron_untied.context_parallel.kernels import (
     AttentionKernel,
     Mask,
     Segments,
-    TracedFlashAttention3,
+    TracedKernel,
 )
-from megatron_untied.context_parallel.kernels.flash_attention import FlashAttention3
 from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
 from megatron_untied.context_parallel.kernels.registry import KERNELS
+from megatron_untied.context_parallel.kernels.traced import SCRATCH
 from megatron_untied.platform import device
 
 ROWS = 1001
@@ -76,8 +76,8 @@ def measure_lengths(
     for tokens in lengths:
         scratch, rate = measure(kernel(), tokens, dtype)
         counted = None
-        if kernel is FlashAttention3:
-            counted, _ = measure(TracedFlashAttention3(), tokens, dtype)
+        if kernel in SCRATCH:
+            counted, _ = measure(TracedKernel(kernel), tokens, dtype)
         numbers = {"TFLOP/s": rate, "scratch, MiB": scratch, "planned, MiB": counted}
         record.row("speed of 4 heads", kernel=kernel.name, tokens=tokens, **numbers)
         if counted is not None and torch.cuda.is_available():

@@ -5,5 +5,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # As in the launchers: buffers of many sizes follow each other, and fixed segments fragment.
-export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True,pinned_max_round_threshold_mb:1}"
 exec python -m benchmarks.gpu.first_hour "$@"

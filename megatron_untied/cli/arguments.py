@@ -296,9 +296,10 @@ def timeout_minutes(
 
 
 def _distributed(values: Values, timeout: float) -> DistributedConfig:
-    default = device.default_backend()
-    backend = values["distributed_backend"] or default
-    if backend == "nccl" != default:  # nccl was given, and this machine would use gloo
+    backend = values["distributed_backend"]
+    if backend != "gloo":  # whether there are usable GPUs does not matter to gloo
+        backend = device.default_backend()
+    if values["distributed_backend"] == "nccl" != backend:
         raise ValueError(
             "--distributed-backend nccl needs GPUs, and this machine has none; use gloo"
         )

@@ -161,7 +161,6 @@ def _rank(rank: int, num_ranks: int, folder: Path, flags: list[str], tokens: Ten
     launch = Launch(rank=rank, world_size=num_ranks, local_rank=rank)
     groups = initialize(config, launch, store)
     here = device.current_device()
-    kernel = attention_kernel(config.model, config.precision, config.attention_backend)
     with here:
         model = build_model(
             config.model,
@@ -169,7 +168,7 @@ def _rank(rank: int, num_ranks: int, folder: Path, flags: list[str], tokens: Ten
             config.memory,
             config.precision,
             groups,
-            runtime=Runtime(kernel=kernel),
+            runtime=Runtime(kernel=attention_kernel(config)),
         ).eval()
     state = CheckpointState(
         model_config=config.model,

@@ -28,7 +28,7 @@ from megatron_untied.planner import buffer_table
 from megatron_untied.planner.baselines import METHODS, Setting
 from megatron_untied.planner.longest_context import LongestContext, limit_of, longest_context
 from megatron_untied.planner.machine import GIB
-from megatron_untied.planner.plan import Plan, longest
+from megatron_untied.planner.plan import Plan, longest, peak_bytes
 from megatron_untied.planner.report import as_json, print_line, print_plan
 from megatron_untied.planner.search import candidates, choose, describe, is_automatic, search
 
@@ -98,7 +98,7 @@ def plan_of(request: PlanRequest) -> tuple[Plan, bool]:
     except ValueError:
         # Nothing fits: the plan with the smallest peak shows how much is missing.
         plans = (Plan(candidate, machine) for candidate in candidates(config, machine))
-        return min(plans, key=lambda plan: plan.peak.num_bytes), False
+        return min(plans, key=peak_bytes), False
 
 
 def suggest(plan: Plan, console: Console) -> list[str] | None:

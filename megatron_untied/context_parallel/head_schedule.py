@@ -55,6 +55,13 @@ class HeadSchedule:
         uses = [head for run in by_rank for head in {head for a in run for head in a.kv_heads}]
         return len(uses) > len(set(uses))
 
+    @property
+    def heads_of_calls(self) -> set[tuple[int, int]]:
+        """Query and key-value heads of every kernel call, on any rank in any chunk."""
+        assignments = (assignment for chunk in self.chunks for assignment in chunk)
+        calls = (call for assignment in assignments for call in assignment.kernel_calls)
+        return {(c.query_columns.stop - c.query_columns.start, len(c.kv_heads)) for c in calls}
+
 
 def legal_heads_per_chunk(num_heads: int, num_ranks: int) -> list[int]:
     """Every valid ``heads_per_chunk`` of :func:`head_schedule`; the last is a single exchange."""

@@ -18,7 +18,7 @@ from megatron_untied.context_parallel.buffer_plan import (
     head_chunks_buffer,
     ring_buffers,
 )
-from megatron_untied.context_parallel.kernels import TracedFlashAttention3
+from megatron_untied.context_parallel.kernels import TracedKernel
 from megatron_untied.context_parallel.kernels.split_calls import Shape
 from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.geometry import Bytes, Geometry
@@ -82,18 +82,20 @@ def bytes_by_category(buffers: Iterable[Buffer]) -> Bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelBuffers:
-    """What the backward of one layer's attention allocates beside the workspace."""
+    """What one layer's attention allocates beside the workspace."""
 
+    in_forward: Buffer
+    """The most that one kernel call of a forward allocates, without the log-sum-exp."""
     at_peak: tuple[Buffer, Buffer]
-    """In the kernel call with most alive: its own fp32 dq and sums, and dK and dV so far."""
+    """In the call of a backward with most alive: its own scratch, and dK and dV so far."""
     home: Buffer
     """dK and dV of this rank's own tokens, all of them."""
     home_while_loading: Buffer
     """What is there of them when the last chunk is loaded."""
 
     @classmethod
-    def of(cls, sizes: Sizes) -> "KernelBuffers":
-        """Of one rank, by the formulas of FlashAttention-3.
+    def of(cls, sizes: Sizes, kernel: TracedKernel) -> "KernelBuffers":
+        """Of one rank.
 
         Raises:
             ValueError: a sequence that the kernel cannot index.
@@ -105,11 +107,12 @@ class KernelBuffers:
         scratch = Buffer(
             name="kernel_fp32_dq", numel=0, dtype=torch.uint8, category=MemoryCategory.KERNEL
         )
-        kernel = TracedFlashAttention3()
+        in_forward = replace(scratch, name="kernel_out", memory="kernel_out")
         at_peak, home, while_loading = (scratch, none_home), none_home, none_home
         for chunk in sizes.schedule.chunks:
             while_loading = home
-            for call in chunk[sizes.rank].kernel_calls:
+            mine = chunk[sizes.rank]
+            for call in mine.kernel_calls:
                 shape = Shape(
                     num_queries=sizes.tokens,
                     num_keys=sizes.tokens,
@@ -118,12 +121,18 @@ class KernelBuffers:
                     g=len(call.kv_heads),
                     d=sizes.d,
                 )
-                alive = replace(scratch, numel=kernel.backward_bytes(shape)), home
+                forward, backward = kernel.most_bytes(
+                    shape, sizes.dtype.itemsize, num_heads=len(mine.query_heads)
+                )
+                in_forward = replace(in_forward, numel=max(in_forward.numel, forward))
+                alive = replace(scratch, numel=backward), home
                 at_peak = max(at_peak, alive, key=lambda pair: sum(x.num_bytes for x in pair))
             # One tensor takes the gradients of all heads: the first that arrives allocates it.
             if any(assignment.kv_finished for assignment in chunk):
                 home = all_home
-        return cls(at_peak=at_peak, home=home, home_while_loading=while_loading)
+        return cls(
+            in_forward=in_forward, at_peak=at_peak, home=home, home_while_loading=while_loading
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +156,7 @@ class StreamedActivations:
             policy=plan.policy,
             plan=plan,
             held={(phase, layer): held for phase, layer, held in plan.workspace()},
-            kernel=KernelBuffers.of(plan.sizes.attention),
+            kernel=KernelBuffers.of(plan.sizes.attention, geometry.kernel),
         )
 
     def workspace(self, phase: Phase, layer: int) -> tuple[Buffer, ...]:

@@ -69,7 +69,8 @@ def headline(plan: Plan) -> str:
         f"{num_parameters(config.model):,} parameters in {precision} on "
         f"{machine.nodes} x {machine.gpus_per_node} {machine.gpu.title}: tensor "
         f"{geometry.num_tensor} x context {geometry.num_context} x data {data_parallel}; "
-        f"{config.batch.seq_length:,} tokens, H = {geometry.residual_bytes / GIB:.3f} GiB"
+        f"{config.batch.seq_length:,} tokens, H = {geometry.residual_bytes / GIB:.3f} GiB, "
+        f"attention by {geometry.kernel.kind.name}"
     )
 
 
@@ -95,6 +96,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "parameters": num_parameters(plan.config.model),
         "seq_length": plan.config.batch.seq_length,
         "heads_per_chunk": plan.config.parallel.heads_per_chunk,
+        "attention_kernel": plan.geometry.kernel.kind.name,
         "recompute_granularity": plan.config.memory.recompute_granularity,
         "residual_bytes": plan.geometry.residual_bytes,
         "device": {

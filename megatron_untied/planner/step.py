@@ -195,12 +195,14 @@ class StreamedStep(Step):
         alive += kept.kept_forward(layer)
         lse = Bytes({MemoryCategory.KEPT: self.geometry.lse_bytes})
 
-        attention = alive + self.tiles.projection
         in_attention = kept.workspace(Phase.ATTENTION_FORWARD, layer)
+        in_attention = (*self.residual_in_attention, *in_attention)
         # Log-sum-exps that stay on the device are already counted with what is kept.
         is_counted = policy.selective and not policy.layers[layer].lse_on_host
-        attention += Bytes() if is_counted else lse
-        yield Phase.ATTENTION_FORWARD, attention, (*self.residual_in_attention, *in_attention)
+        attention = alive + (Bytes() if is_counted else lse)
+        yield Phase.ATTENTION_FORWARD, attention + self.tiles.projection, in_attention
+        # A chunk is projected before the kernel of the one before it is called, never during it.
+        yield Phase.ATTENTION_FORWARD, attention, (*in_attention, kept.kernel.in_forward)
 
         mlp = alive + self.tiles.mlp_forward + (Bytes() if policy.selective else lse)
         in_mlp = kept.workspace(Phase.MLP_FORWARD, layer)
@@ -255,6 +257,8 @@ class StreamedStep(Step):
         if not policy.selective:
             in_attention = (*self.residual, *workspace(Phase.RECOMPUTE_ATTENTION, layer))
             yield Phase.RECOMPUTE_ATTENTION, alive + self.tiles.projection, in_attention
+            in_kernel = self.activations.kernel.in_forward
+            yield Phase.RECOMPUTE_ATTENTION, alive, (*in_attention, in_kernel)
         members = layer - policy.layers[layer].group[0] + 1
         if members == 1:
             return
@@ -295,10 +299,11 @@ class PlainStep(Step):
 
         self.attention = plain_buffers(geo, rank)
         """What is alive in attention, forward and backward."""
-        kernel = KernelBuffers.of(attention_sizes(geo, rank))
+        kernel = KernelBuffers.of(attention_sizes(geo, rank), geo.kernel)
         # dO before it is in slots, and dK and dV as autograd takes them beside the kernel's peak.
         incoming = _outside("incoming_d_out", geo.output_bytes, MemoryCategory.SLOTS)
         returned = replace(kernel.home, name="returned_dk_dv", memory="returned_dk_dv")
+        self.attention[Phase.ATTENTION_FORWARD] += (kernel.in_forward,)
         self.attention[Phase.ATTENTION_BACKWARD] += (*kernel.at_peak, incoming, returned)
 
     @override

@@ -1,14 +1,16 @@
 """How long a step takes by a roofline: work over achieved rates, and what nothing hides.
 
 Attention and matrix products run one after the other. Exchanges hide behind attention if they
-overlap with it; copies to the host and gathers of weights hide behind all of a layer. Only what is
-left over counts. The estimate ranks settings, and shows when a step takes hours.
+overlap with it; copies to the host and gathers of weights hide behind all of a layer, but for tiles
+of the attention output. Only what is left over counts. The estimate ranks settings, and shows when
+a step takes hours.
 """
 
 from dataclasses import dataclass
 
 from megatron_untied.flops import attention_flops
 from megatron_untied.planner.geometry import Geometry
+from megatron_untied.planner.kernels import attention_units
 from megatron_untied.planner.machine import Machine
 from megatron_untied.planner.weights import ShardedWeights
 
@@ -44,7 +46,7 @@ class StepTime:
         traffic = 3 * geo.residual_bytes * geo.is_streamed
         chunk_start = traffic / (machine.gpu.memory_gb_per_second * _GIGA) + _CHUNK_LATENCY
         starts = passes * len(geo.schedule.chunks) * chunk_start
-        host_copies = _host_copy_seconds(geo, machine)
+        host_copies, exposed_copies = _host_copy_seconds(geo, machine)
         gathers, optimizer = _sharding_seconds(geo, machine)
         seconds = {
             "attention": layers * attention,
@@ -52,6 +54,7 @@ class StepTime:
             "loss": geo.num_micro_batches * loss,
             "exchanges, not hidden": layers * exposed_exchange,
             "starting chunks": layers * starts,
+            "host copies of tiles": layers * exposed_copies,
             "host copies, not hidden": layers * max(0.0, host_copies - attention - linear),
             "gathers of weights, not hidden": layers * max(0.0, gathers - attention - linear),
             "optimizer": optimizer,
@@ -77,9 +80,8 @@ def _compute_seconds(geo: Geometry, machine: Machine) -> tuple[float, float, flo
     # The rank with the most heads has more than an even share, and the others wait for it.
     imbalance = -(-geo.h // geo.num_ulysses) * geo.num_ulysses / geo.h
     flops *= geo.b / (geo.num_tensor * geo.num_context) * imbalance
-    # In units of a forward: 2 products forward, 5 backward.
     forwards = 2 if attends_twice else 1
-    units = forwards / gpu.attention_forward_fraction + 2.5 / gpu.attention_backward_fraction
+    units = attention_units(gpu.attention_fractions[geo.kernel.kind.name], forwards)
     attention = flops * units / peak
 
     qkv = geo.m * (geo.h + 2 * geo.g) * geo.d
@@ -113,18 +115,24 @@ def _exchange_seconds(geo: Geometry, machine: Machine) -> float:
     return seconds + (ring / _link_rate(machine, geo.num_context * geo.num_tensor) if ring else 0.0)
 
 
-def _host_copy_seconds(geo: Geometry, machine: Machine) -> float:
-    """An average layer's copies in the busier direction, which is to the device."""
+def _host_copy_seconds(geo: Geometry, machine: Machine) -> tuple[float, float]:
+    """An average layer's copies in the busier direction, which is to the device.
+
+    Those beside compute, and those that compute waits for: the attention output of a tile is read
+    when the tile is computed, in forward and in backward, and so are the gradients of a parked one.
+    """
     if not geo.is_streamed:
-        return 0.0
+        return 0.0, 0.0
     memory, chunks = geo.config.memory, len(geo.schedule.chunks)
     reads = (4 + chunks) * geo.residual_bytes  # each chunk is projected from the input
     outputs = 2 * geo.output_bytes
     on_host = memory.cpu_offloading_num_layers / geo.num_layers
-    moved = on_host * (reads + outputs)
+    moved, waited_for = on_host * reads, on_host * outputs
     if memory.park_during_attention:
-        moved = reads * (1 + chunks / (4 + chunks)) + 2 * outputs + 2 * geo.residual_bytes
-    return moved / (machine.gpu.pcie_gb_per_second * _GIGA)
+        moved = reads * (1 + chunks / (4 + chunks)) + 2 * geo.residual_bytes
+        waited_for = 2 * outputs
+    rate = machine.gpu.pcie_gb_per_second * _GIGA
+    return moved / rate, waited_for / rate
 
 
 def _sharding_seconds(geo: Geometry, machine: Machine) -> tuple[float, float]:

@@ -198,10 +198,16 @@ def prefetch(reads: Iterable[tuple[HostSlot, Index]], room: Tensor) -> Iterator[
 def allocate_pageable(num_bytes: int) -> Tensor:
     """Plain memory, zero, on pages of its own. Nothing is resident until it is written.
 
-    The mapping is shared (the default of :mod:`mmap`), because a forked data loader worker would
-    make private pages copy-on-write, and a registered page must not move.
+    The mapping is private, in huge pages where the kernel has them. Registration faults in and pins
+    page by page: 512 times fewer of them, and page tables smaller by as much.
     """
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A forked data loader worker would make private pages copy-on-write, and the next write here
+    # would move a page that is registered: a worker does not get them.
+    memory.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without huge pages: 4 KiB ones serve as well
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class RegisteredMemory:

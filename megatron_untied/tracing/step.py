@@ -16,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_untied.config.run import RunConfig
-from megatron_untied.context_parallel.kernels.traced import TracedFlashAttention3
+from megatron_untied.context_parallel.kernels.flash_attention import FlashAttention3
+from megatron_untied.context_parallel.kernels.registry import KERNELS
+from megatron_untied.context_parallel.kernels.traced import SCRATCH, TracedKernel
 from megatron_untied.gpt_model import ChunkedLossGPTModel
 from megatron_untied.model import Runtime, build_model
 from megatron_untied.phases import MemoryCategory, Phase, allocating
@@ -68,7 +70,10 @@ class StepTracer:
 
     def __init__(self, config: RunConfig, *, fake: bool = True):
         """``fake=False``: on real tensors, to check the numbers of a trace."""
-        self.config, self.kernel = config, TracedFlashAttention3()
+        self.config = config
+        # A trace has no GPU to choose for: a family of kernels is traced as FlashAttention-3.
+        kinds = [kind for kind in KERNELS[config.attention_backend] if kind in SCRATCH]
+        self.kernel = TracedKernel(kinds[0] if len(kinds) == 1 else FlashAttention3)
         self.progress = StepProgress()
         self.calls_in_forward = 0
         if fake:

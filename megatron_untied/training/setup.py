@@ -9,8 +9,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_untied.checkpoint import Progress, Start, find_start
 from megatron_untied.checkpoint.collective_errors import Gather, same_on_all_ranks
 from megatron_untied.config.run import RunConfig
+from megatron_untied.context_parallel.kernels import AttentionKernel
 from megatron_untied.data.datasets import Datasets
 from megatron_untied.data.sample_order import describe_samples
+from megatron_untied.model import attention_kernel
 from megatron_untied.phases import Phase
 from megatron_untied.planner.machine import this_machine
 from megatron_untied.planner.plan import Plan
@@ -47,6 +49,8 @@ class Run:
     """The checkpoint to load, and the identity of the run."""
     plan: Plan | None
     """The plan that chose the automatic settings, if there were any."""
+    kernel: AttentionKernel
+    """For attention, as the model has one, with what was passed over for it."""
     datasets: Datasets
     train_state: TrainState
     report: Reporter
@@ -79,6 +83,9 @@ def set_up(
         groups = initialize(config, launch, store)
         plan = choose(config, this_machine(groups)) if is_automatic(config) else None
         config = plan.config if plan is not None else config
+        # The model makes its own; here a sequence that no kernel can index ends the run before
+        # datasets and weights are made.
+        kernel = attention_kernel(config)
         with heartbeat_of_setup(Phase.DATASETS, config, launch, store):
             datasets = datasets_provider(config, start.progress)
         progress = StepProgress(device.record_event)  # marks on the stream, without synchronizing
@@ -97,6 +104,7 @@ def set_up(
         groups=groups,
         start=start,
         plan=plan,
+        kernel=kernel,
         datasets=datasets,
         train_state=train_state,
         report=report,

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from megatron_untied.streaming.copy_engine import Copy, CopyEngine
+from megatron_untied.streaming.host_arena import HostArena, allocate_pageable
 from tests.support.simulated_streams import LateStreams
 
 # Positions of the arguments that are received and sent: tensors or lists of them.
@@ -92,10 +93,10 @@ class LateDevice:
         self.num_launches += 1
         return work
 
-    def copy_engine(self, _: torch.device) -> "LateCopyEngine":
-        """Stands for :meth:`.CopyEngine.for_device`."""
+    def host_arena(self, _: torch.device) -> HostArena:
+        """Stands for :meth:`.HostArena.for_device`."""
         self.engines.append(LateCopyEngine())
-        return self.engines[-1]
+        return HostArena(self.engines[-1], allocate_pageable)
 
     def require_no_fault(self) -> None:
         """Raise if a buffer in flight was written to, or if something was never waited for."""
@@ -163,7 +164,7 @@ def late_device() -> Iterator[LateDevice]:
     group = dist.ProcessGroup
     replaced = {(group, name): _late(device, name) for name in COLLECTIVES}
     replaced |= {(group, name): _refuse(name) for name in NOT_SIMULATED}
-    replaced[CopyEngine, "for_device"] = device.copy_engine
+    replaced[HostArena, "for_device"] = device.host_arena
     replaced[Tensor, "backward"] = _in_another_thread(Tensor.backward)
     with contextlib.ExitStack() as patches:
         for (owner, name), method in replaced.items():

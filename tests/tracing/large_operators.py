@@ -22,7 +22,7 @@ from megatron_untied.tracing.step import trace_step
 
 LIMIT = 2**31
 Calls = dict[str, dict[str, dict[str, str]]]
-"""``large`` or ``far``, operator, caller -> shape in its first call there."""
+"""``large`` or ``far``, operator, file of the caller -> shape in the first call there."""
 
 CODE = ("/megatron_untied/", "/megatron/core/", "/torch/distributed/fsdp/")
 
@@ -68,13 +68,13 @@ def describe(x: Tensor) -> str:
 
 
 def caller() -> str:
-    """File and function of the innermost frame of a trained model's code."""
+    """File of the innermost frame of the model's, the layers' or FSDP2's code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if "/tracing/" not in name and any(code in name for code in CODE):
-            for root in ("/site-packages/", "/megatron_untied/"):
-                name = name.rpartition(root)[2] or name
-            return f"{name} {frame.f_code.co_qualname}"
+            for root in ("/megatron_untied/", "/site-packages/"):
+                name = name.rpartition(root)[2]
+            return name
         frame = frame.f_back
     return "autograd"

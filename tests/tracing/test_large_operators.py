@@ -8,6 +8,7 @@ import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,19 +32,19 @@ CASES = {
 }
 
 
-def trace_cases() -> dict[str, dict[str, dict[str, dict[str, str]]]]:
-    """``large`` or ``far``, operator, caller, case -> shape."""
+def trace_cases() -> dict[str, Any]:
+    """``large``: operator, file of the caller, case -> shape; ``far``: operator -> files."""
     context = multiprocessing.get_context("forkserver")
-    found = {"large": {}, "far": {}}
+    large, far = {}, {}
     for case, (world_size, flags) in CASES.items():
         with ProcessPoolExecutor(1, mp_context=context) as executor:
             calls = executor.submit(large_calls, STEP + flags, world_size).result()
-        for kind, operators in calls.items():
-            for operator, callers in operators.items():
-                for caller, shape in callers.items():
-                    by_case = found[kind].setdefault(operator, {}).setdefault(caller, {})
-                    by_case[case] = shape
-    return found
+        for operator, callers in calls["large"].items():
+            for file, shape in callers.items():
+                large.setdefault(operator, {}).setdefault(file, {})[case] = shape
+        for operator, callers in calls["far"].items():
+            far.setdefault(operator, set()).update(callers)
+    return {"large": large, "far": {operator: sorted(files) for operator, files in far.items()}}
 
 
 @pytest.fixture(scope="module")

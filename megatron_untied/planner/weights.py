@@ -162,7 +162,7 @@ class ShardedWeights:
         return self.at_rest() + Bytes({MemoryCategory.GRADIENTS: gradients})
 
     def gradients(self, num_layers_done: int | None) -> Bytes:
-        """Sharded gradients at rest: of the output and of so many layers; None is all."""
+        """Sharded gradients: of the output and of so many layers; None is all."""
         if not self.is_full or self.is_on_host:
             return Bytes()
         units = self.units

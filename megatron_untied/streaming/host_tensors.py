@@ -102,7 +102,7 @@ class HostHeadChunks(HeadChunks):
     def received(self, j: int) -> None:
         pairs = self._pairs(j, self._buffer(self.staging.recv, j), self.layout)
         self._copies_out[j % len(self._copies_out)] = [slot.write(part) for slot, part in pairs]
-        if self.staging.borrowed:  # the memory's owner writes to it next
+        if self.staging.shares_memory:  # the memory's owner writes to it next
             self._wait_copies_out()
 
     @override

@@ -38,6 +38,9 @@ OWN = {
     "--park-during-attention",
     "--heartbeat-seconds",
     "--metrics-jsonl",
+    "--loss-on",
+    "--long-samples",
+    "--loss-weighting",
 }
 
 

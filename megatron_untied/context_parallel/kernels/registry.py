@@ -1,6 +1,6 @@
 """The table of kernels, and the choice that ``--attention-backend`` makes among them."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -38,7 +38,7 @@ def choose_kernel(
     head_width: int,
     window: int | None = None,
     documents: bool = False,
-    shapes: Iterable[Shape] = (),
+    shapes: Sequence[Shape] = (),
 ) -> AttentionKernel:
     """The first kernel of ``backend`` that runs on ``device`` and fits the model.
 

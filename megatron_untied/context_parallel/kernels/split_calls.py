@@ -1,6 +1,6 @@
 """Splits attention into calls within a kernel's limits: integers only."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -49,7 +49,7 @@ class Limits:
         head_width: int,
         window: int | None = None,
         documents: bool = False,
-        shapes: Iterable["Shape"] = (),
+        shapes: Sequence["Shape"] = (),
     ) -> Iterator[str]:
         """Why the kernel does not fit a model; ``shapes`` are those of its attention calls."""
         if dtype not in self.dtypes:
@@ -68,7 +68,7 @@ class Limits:
         for shape in shapes:
             rows = max(shape.num_queries, shape.num_keys) + _ROW_PADDING
             if isinstance(refusal := _batches(shape, range(shape.b), rows, self), str):
-                yield f"cannot index {refusal}"
+                yield f"cannot index {refusal.removesuffix('.')}"
                 return
 
     def check_layout(self, **tensors: Tensor) -> None:

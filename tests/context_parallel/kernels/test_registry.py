@@ -157,7 +157,7 @@ def test_limits_are_those_of_the_installed_flash_attention_2(hopper, packages, v
     message = (
         "flash-attention-2 cannot index 5243008 rows x 128 channels x 4 heads are 2684420096 "
         "elements, and the kernel's limit is 2147483648; give fewer --cp-heads-per-chunk or more "
-        "ring ranks.; torch-flash cannot index"
+        "ring ranks; torch-flash cannot index"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         choose_kernel("auto", hopper, **BF16, shapes=[long])

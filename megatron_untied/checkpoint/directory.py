@@ -224,6 +224,13 @@ def require_content(path: Path) -> None:
         )
 
 
+def damaged(folder: Path, what: str, *, also: str = "") -> str:
+    """The message for a checkpoint that cannot be used, with the remedy; ``also`` is another."""
+    return f"{folder} is not a whole checkpoint: {what}. Choose another with --ckpt-step" + (
+        f", or {also}." if also else "."
+    )
+
+
 def flush_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk: fsync of a file leaves out its name."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -5,13 +5,14 @@ A :class:`GlobalTensor` is one tensor of the whole model with this rank's slices
 DCP's planners, reader and writer to slices that are neither DTensors nor copied as a whole.
 """
 
+import io
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
+from megatron_untied.checkpoint.checksums import ChecksummedFile, Checksums, Part
 from megatron_untied.sharding.parameter_layout import GlobalSlice
 from megatron_untied.sharding.tensor_slice import TensorSlice
 
@@ -106,8 +108,11 @@ def row_blocks(tensor_slice: TensorSlice) -> Iterator[TensorSlice]:
         yield TensorSlice((start + row, *tensor_slice.offsets[1:]), (rows, *tensor_slice.sizes[1:]))
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
+def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> dict[Part, int]:
     """Write every rank's slices to the disk; collective over all ranks.
+
+    Returns:
+        The checksums of what this rank has written.
 
     Raises:
         CheckpointException: on every rank, if any of them could not write, or if the slices of all
@@ -115,14 +120,24 @@ def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
     """
     # The state dict is flat already, and its values are no tensors that torch could flatten.
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    writer = SequentialWriter(folder)
     with _with_or_without_ranks():
-        dcp.save(dict(tensors), storage_writer=SequentialWriter(folder), planner=planner)
+        dcp.save(dict(tensors), storage_writer=writer, planner=planner)
+    return writer.checksums
 
 
 class TensorReader(dcp.FileSystemReader):
-    """Reads tensors of one checkpoint, all at once or in several calls that share one index."""
+    """Reads tensors of one checkpoint, all at once or in several calls that share one index.
+
+    Each slice is compared with its checksum, if the checkpoint has checksums.
+    """
 
     _index: Metadata | None = None
+
+    def __init__(self, folder: Path):
+        """Raises ``ChecksumError`` if the checksums themselves are damaged."""
+        super().__init__(folder)
+        self._checksums = Checksums.read(Path(folder))
 
     @override
     def read_metadata(self, *args, **kwargs) -> Metadata:
@@ -130,6 +145,16 @@ class TensorReader(dcp.FileSystemReader):
         if self._index is None:
             self._index = super().read_metadata(*args, **kwargs)
         return self._index
+
+    @override
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        if self._checksums is None:
+            return super()._slice_file(file, sinfo)
+        # One read, from which torch.load then takes the tensor: a slice at a time is in memory.
+        file.seek(sinfo.offset)
+        data = file.read(sinfo.length)
+        self._checksums.require(Part(sinfo.relative_path, sinfo.offset, len(data)), data)
+        return io.BytesIO(data)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor in the files."""
@@ -145,7 +170,8 @@ class TensorReader(dcp.FileSystemReader):
         ``advance`` is called with the bytes of each slice that has been filled.
 
         Raises:
-            CheckpointException: on every rank, if any of them could not read.
+            CheckpointException: on every rank, if any of them could not read, or read bytes that
+                have changed since they were saved.
         """
         with _with_or_without_ranks():
             dcp.load(dict(tensors), storage_reader=self, planner=_LoadPlanner(advance))
@@ -202,27 +228,35 @@ class SequentialWriter(dcp.FileSystemWriter):
     are the same.
     """
 
+    checksums: dict[Part, int]
+    """Of the slices that this rank has written."""
+
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         with open(Path(self.path) / name, "wb") as file:
+            summed = ChecksummedFile(file)
             # In a function, whose return releases the tensor before the next one is resolved.
-            results = [_write(item, planner.resolve_data(item), file, name) for item in plan.items]
+            results = [
+                _write(item, planner.resolve_data(item), summed, name) for item in plan.items
+            ]
             file.flush()
             os.fsync(file.fileno())  # a checkpoint is published only when it is on the disk
+        self.checksums = summed.parts
         # DCP waits for a future; writing was synchronous, so it is complete.
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
 
 
-def _write(item: WriteItem, tensor: Tensor, file: BinaryIO, name: str) -> WriteResult:
-    start = file.tell()
+def _write(item: WriteItem, tensor: Tensor, file: ChecksummedFile, name: str) -> WriteResult:
     tensor = tensor.detach().cpu()  # blocks until the copy has arrived; no copy of a host tensor
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()  # torch.save writes the whole storage, here of a view
     torch.save(tensor, file)
-    length = file.tell() - start
+    part = file.end_part(name)
     return WriteResult(
-        index=item.index, size_in_bytes=length, storage_data=_StorageInfo(name, start, length)
+        index=item.index,
+        size_in_bytes=part.num_bytes,
+        storage_data=_StorageInfo(name, part.offset, part.num_bytes),
     )

@@ -2,13 +2,15 @@
 
 import itertools
 import logging
+from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_untied.checkpoint import directory as disk
-from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks
+from megatron_untied.checkpoint.checksums import write_checksums
+from megatron_untied.checkpoint.collective_errors import gather_objects, raise_on_all_ranks
 from megatron_untied.checkpoint.compatibility import schedule_state
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, in_blocks, write_tensors
 from megatron_untied.checkpoint.random_state import save_random_state
@@ -55,14 +57,15 @@ def save_checkpoint(
     staging = disk.staging_folder(*own)
     # Each step is also a barrier: no rank may write before the folder is there.
     raise_on_all_ranks(lambda: rank == 0 and disk.start(*own))
-    raise_on_all_ranks(lambda: save_random_state(staging, rank))
+    parts = raise_on_all_ranks(lambda: save_random_state(staging, rank))
     tensors = {}
     for shard in state.shards.shards(with_moments=state.shards.has_moments):
         layout = state.layouts[shard.name]
         for name, tensor in tensors_of(shard):
             slices = in_blocks(layout.global_slices(tensor, shard.slices))  # views: no copy
             tensors[name] = GlobalTensor(layout.global_shape, slices)
-    write_tensors(staging, tensors)
+    parts |= write_tensors(staging, tensors)
+    parts_of_ranks = gather_objects(parts)
 
     # On rank 0, after write_tensors() has returned on all ranks: their files are flushed.
     def finish() -> None:
@@ -73,6 +76,7 @@ def save_checkpoint(
             scheduler=schedule_state(state.scheduler) if state.scheduler else None,
         ).write(staging)
         write_run_config(staging, state.model_config, run_config, provenance)
+        write_checksums(staging, dict(ChainMap(*parts_of_ranks)))
         _publish(*own, save_retain_interval)
 
     raise_on_all_ranks(lambda: rank == 0 and finish())

@@ -38,13 +38,19 @@ class ChecksummedFile:
 
     def __init__(self, file: BinaryIO):
         self._file, self._start, self._crc = file, 0, 0
+        self.failure: OSError | None = None
+        """What :meth:`write` raised. torch.save would raise an error about positions instead."""
         self.parts: dict[Part, int] = {}
         """crc32 of each part that has ended."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Write ``data``, which belongs to the current part."""
         self._crc = zlib.crc32(data, self._crc)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def flush(self) -> None:
         """Pass what is buffered on to the operating system."""

@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from megatron_untied.config.problems import first_few
+
 TRACKER = "latest_checkpointed_iteration.txt"
 INCOMPLETE = ".incomplete"
 REPLACED = ".replaced"
@@ -129,6 +131,29 @@ def start(directory: Path, iteration: int, run_id: str | None = None) -> None:
     staging_folder(directory, iteration, run_id).mkdir()
 
 
+def discard(directory: Path, iteration: int, run_id: str | None = None) -> None:
+    """Delete the staging folder of a save that failed, and give its space back, if possible."""
+    shutil.rmtree(staging_folder(directory, iteration, run_id), ignore_errors=True)
+
+
+def describe_skipped(directory: Path) -> list[str]:
+    """Lines about what is in ``directory`` and is not loaded, although it is later than what is."""
+    lines = []
+    if partial := sorted(path.name for path in directory.glob(f"iter_*{INCOMPLETE}")):
+        lines.append(
+            f"{directory}: {first_few(partial, 3)} was not saved completely, and is skipped"
+        )
+    latest = latest_iteration(directory)
+    # Left by a crash or a full disk before the tracker was written, or by --ckpt-step.
+    later = [found for found in _iterations(directory) if latest is not None and found > latest]
+    if later:
+        lines.append(
+            f"{directory}: {TRACKER} names iteration {latest}, so {first_few(map(str, later), 3)} "
+            f"is skipped; --ckpt-step {later[-1]} loads it"
+        )
+    return lines
+
+
 def checkpoint_names(directory: Path) -> list[str]:
     """Names in ``directory`` of checkpoints and of the tracker, whichever run wrote them."""
     folders = (path.name for path in directory.glob("iter_*"))
@@ -169,11 +194,15 @@ def retire(folder: Path, run_id: str | None = None) -> None:
 def write_durably(path: Path, data: bytes) -> None:
     """Write a file atomically: after a crash it is complete or absent, never partial."""
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())  # before the rename, which may reach the disk before the content
-    partial.replace(path)  # atomic within a file system
+    try:
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # before the rename, which may reach the disk earlier
+        partial.replace(path)  # atomic within a file system
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     flush_folder(path.parent)
 
 

@@ -115,13 +115,13 @@ def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> dict[Par
         The checksums of what this rank has written.
 
     Raises:
-        CheckpointException: on every rank, if any of them could not write, or if the slices of all
-            ranks do not make up the tensors.
+        OSError: on every rank, if any of them could not write.
+        CheckpointException: on every rank, if the slices of all ranks do not make up the tensors.
     """
     # The state dict is flat already, and its values are no tensors that torch could flatten.
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     writer = SequentialWriter(folder)
-    with _with_or_without_ranks():
+    with _with_or_without_ranks(), _os_errors():
         dcp.save(dict(tensors), storage_writer=writer, planner=planner)
     return writer.checksums
 
@@ -220,6 +220,18 @@ def _with_or_without_ranks() -> Iterator[None]:
             raise failure from error
 
 
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """Raise an ``OSError`` of a rank as such, with the number of that rank."""
+    try:
+        yield
+    except CheckpointException as error:
+        for rank, (failure, _) in sorted(error.failures.items()):
+            if isinstance(failure, OSError):
+                raise OSError(f"{failure} (rank {rank})") from error
+        raise
+
+
 class SequentialWriter(dcp.FileSystemWriter):
     """Obtains one tensor from the planner, writes it and releases it before the next.
 
@@ -253,7 +265,10 @@ def _write(item: WriteItem, tensor: Tensor, file: ChecksummedFile, name: str) ->
     tensor = tensor.detach().cpu()  # blocks until the copy has arrived; no copy of a host tensor
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()  # torch.save writes the whole storage, here of a view
-    torch.save(tensor, file)
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:
+        raise file.failure or error from error
     part = file.end_part(name)
     return WriteResult(
         index=item.index,

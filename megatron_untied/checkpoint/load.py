@@ -17,7 +17,7 @@ from megatron_untied.checkpoint.compatibility import (
     require_same_structure,
     resume_schedule,
 )
-from megatron_untied.checkpoint.directory import damaged
+from megatron_untied.checkpoint.directory import damaged, describe_skipped
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, TensorReader
 from megatron_untied.checkpoint.random_state import (
     PREFIX,
@@ -74,6 +74,10 @@ def load_checkpoint(
         return start.progress
     with_optimizer = _with_optimizer(config, state)
     stored = raise_on_all_ranks(lambda: _check(folder, config, state, with_optimizer))
+    # By rank 0 alone: other runs may be saving there, so the ranks may see different folders.
+    if config.ckpt_step is None and dist.get_rank() == 0:
+        for line in describe_skipped(Path(config.load)):
+            logger.warning(line)
     for note in start.notes:
         log_single_rank(logger, logging.WARNING, note)
     tensors = {}

@@ -50,36 +50,45 @@ def save_checkpoint(
             renamed.
         save_retain_interval: afterwards delete the checkpoint that was the latest, if its
             iteration is earlier and not a multiple of this.
+
+    Raises:
+        OSError: on every rank, if any of them could not write. What was saved before is as it was,
+            and the latest checkpoint stays the latest.
     """
     directory, rank = Path(directory), dist.get_rank()
     provenance = provenance or Provenance()
     own = directory, progress.iteration, provenance.run_id
     staging = disk.staging_folder(*own)
-    # Each step is also a barrier: no rank may write before the folder is there.
-    raise_on_all_ranks(lambda: rank == 0 and disk.start(*own))
-    parts = raise_on_all_ranks(lambda: save_random_state(staging, rank))
-    tensors = {}
-    for shard in state.shards.shards(with_moments=state.shards.has_moments):
-        layout = state.layouts[shard.name]
-        for name, tensor in tensors_of(shard):
-            slices = in_blocks(layout.global_slices(tensor, shard.slices))  # views: no copy
-            tensors[name] = GlobalTensor(layout.global_shape, slices)
-    parts |= write_tensors(staging, tensors)
-    parts_of_ranks = gather_objects(parts)
+    try:
+        # Each step is also a barrier: no rank may write before the folder is there.
+        raise_on_all_ranks(lambda: rank == 0 and disk.start(*own))
+        parts = raise_on_all_ranks(lambda: save_random_state(staging, rank))
+        tensors = {}
+        for shard in state.shards.shards(with_moments=state.shards.has_moments):
+            layout = state.layouts[shard.name]
+            for name, tensor in tensors_of(shard):
+                slices = in_blocks(layout.global_slices(tensor, shard.slices))  # views: no copy
+                tensors[name] = GlobalTensor(layout.global_shape, slices)
+        parts |= write_tensors(staging, tensors)
+        parts_of_ranks = gather_objects(parts)
 
-    # On rank 0, after write_tensors() has returned on all ranks: their files are flushed.
-    def finish() -> None:
-        StoredState(
-            progress=progress,
-            ranks=RankLayout.of(state.groups),
-            optimizer_step=state.shards.step(),
-            scheduler=schedule_state(state.scheduler) if state.scheduler else None,
-        ).write(staging)
-        write_run_config(staging, state.model_config, run_config, provenance)
-        write_checksums(staging, dict(ChainMap(*parts_of_ranks)))
-        _publish(*own, save_retain_interval)
+        # On rank 0, after write_tensors() has returned on all ranks: their files are flushed.
+        def finish() -> None:
+            StoredState(
+                progress=progress,
+                ranks=RankLayout.of(state.groups),
+                optimizer_step=state.shards.step(),
+                scheduler=schedule_state(state.scheduler) if state.scheduler else None,
+            ).write(staging)
+            write_run_config(staging, state.model_config, run_config, provenance)
+            write_checksums(staging, dict(ChainMap(*parts_of_ranks)))
+            _publish(*own, save_retain_interval)
 
-    raise_on_all_ranks(lambda: rank == 0 and finish())
+        raise_on_all_ranks(lambda: rank == 0 and finish())
+    except OSError:  # on all ranks, so none of them still writes
+        if rank == 0:
+            disk.discard(*own)  # a full disk may need the space for the next attempt
+        raise
     return disk.iteration_folder(directory, progress.iteration)
 
 

@@ -89,6 +89,7 @@ REQUIRED_FLAGS = {
     "save_interval": "save",
     "save_retain_interval": "save",
     "save_into_existing": "save",
+    "exit_on_failed_save": "save",
     "ckpt_step": "load",
     "finetune": "load",
     "exit_on_missing_checkpoint": "load",

@@ -346,6 +346,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--save", help="folder to save to"),
         flag("--save-interval", count, help="iterations between checkpoints"),
         switch(
+            "--no-exit-on-failed-save",
+            "warn if a checkpoint cannot be written, and train on until the next one",
+            off="exit_on_failed_save",
+        ),
+        switch(
             "--save-into-existing",
             "allow --save to have checkpoints of another run; they are not deleted",
         ),

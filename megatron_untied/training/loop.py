@@ -22,6 +22,7 @@ from megatron_untied.training.exits import EarlyExit
 from megatron_untied.training.initialize import Launch, errors_in_one_line
 from megatron_untied.training.memory_report import memory_against_plan
 from megatron_untied.training.profiling import StepProfiler
+from megatron_untied.training.saving import CheckpointSaver
 from megatron_untied.training.setup import DatasetsProvider, Run, set_up
 from megatron_untied.training.step import (
     Batch,
@@ -63,6 +64,9 @@ def pretrain(
         global_batches, config=config, groups=run.groups, get_batch=get_batch
     )
     evaluate_after = functools.partial(evaluate_run, run, batches_of, forward_step)
+    saver = CheckpointSaver(
+        config=config, train_state=train_state, provenance=run.start.provenance, report=report
+    )
     profiler = StepProfiler(config, launch.rank, train_state.progress, say=report.say)
     with report, run.signals, run.heartbeat, profiler:
         progress = load_and_describe(run)
@@ -102,7 +106,8 @@ def pretrain(
                 evaluate_after(iteration)
             exit_reason = early_exit.reason(iteration)  # one all-reduce of a number
             if config.checkpoint.save and (exit_reason or config.saves_after(iteration)):
-                report.saved(train_state.save(config, progress, run.start.provenance))
+                is_last = bool(exit_reason) or iteration == config.loop.train_iters
+                saver.save(progress, is_last=is_last)
                 # A signal during a save of minutes ends the run before the next step.
                 exit_reason = exit_reason or early_exit.signal()
         report.end(exit_reason)

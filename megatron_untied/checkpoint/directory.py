@@ -46,7 +46,7 @@ def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | Non
     if iteration is None:
         source = str(directory / TRACKER)
         if (iteration := latest_iteration(directory)) is None:
-            if _iterations(directory):
+            if iterations(directory):
                 raise ValueError(
                     f"{directory} has no {TRACKER} to name the latest checkpoint; "
                     f"{_available(directory)}"
@@ -145,7 +145,7 @@ def describe_skipped(directory: Path) -> list[str]:
         )
     latest = latest_iteration(directory)
     # Left by a crash or a full disk before the tracker was written, or by --ckpt-step.
-    later = [found for found in _iterations(directory) if latest is not None and found > latest]
+    later = [found for found in iterations(directory) if latest is not None and found > latest]
     if later:
         lines.append(
             f"{directory}: {TRACKER} names iteration {latest}, so {first_few(map(str, later), 3)} "
@@ -279,14 +279,15 @@ def _require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _iterations(directory: Path) -> list[int]:
+def iterations(directory: Path) -> list[int]:
+    """Iterations of the complete checkpoints in ``directory``, ascending."""
     names = (path.name.removeprefix("iter_") for path in directory.glob("iter_*"))
     return sorted(int(name) for name in names if name.isdigit())  # complete ones alone
 
 
 def _available(directory: Path) -> str:
-    iterations = _iterations(directory)
-    if not iterations:
+    found = iterations(directory)
+    if not found:
         return f"{directory} has no checkpoint at all"
-    listed = ", ".join(map(str, iterations))
-    return f"{directory} has {listed}: choose with --ckpt-step {iterations[-1]}"
+    listed = ", ".join(map(str, found))
+    return f"{directory} has {listed}: choose with --ckpt-step {found[-1]}"

@@ -34,6 +34,7 @@ def save_checkpoint(
     run_config: Any = None,
     provenance: Provenance | None = None,
     save_retain_interval: int | None = None,
+    most_recent_k: int | None = None,
 ) -> Path:
     """Save ``state`` under ``directory/iter_<iteration>``; returns that folder.
 
@@ -50,6 +51,8 @@ def save_checkpoint(
             renamed.
         save_retain_interval: afterwards delete the checkpoint that was the latest, if its
             iteration is earlier and not a multiple of this.
+        most_recent_k: afterwards delete all earlier checkpoints of the run but the last ones, so
+            that there are so many with this one; multiples of ``save_retain_interval`` stay.
 
     Raises:
         OSError: on every rank, if any of them could not write. What was saved before is as it was,
@@ -82,7 +85,7 @@ def save_checkpoint(
             ).write(staging)
             write_run_config(staging, state.model_config, run_config, provenance)
             write_checksums(staging, dict(ChainMap(*parts_of_ranks)))
-            _publish(*own, save_retain_interval)
+            _publish(*own, save_retain_interval, most_recent_k)
 
         raise_on_all_ranks(lambda: rank == 0 and finish())
     except OSError:  # on all ranks, so none of them still writes
@@ -93,9 +96,13 @@ def save_checkpoint(
 
 
 def _publish(
-    directory: Path, iteration: int, run_id: str | None, save_retain_interval: int | None
+    directory: Path,
+    iteration: int,
+    run_id: str | None,
+    save_retain_interval: int | None,
+    most_recent_k: int | None,
 ) -> None:
-    """Make the staged checkpoint the latest; delete the previous one if it need not be kept."""
+    """Make the staged checkpoint the latest; delete the earlier ones that need not be kept."""
     before = disk.latest_iteration(directory)
     # The second is the only copy where another run was stopped while it replaced a checkpoint.
     for ending in ("", disk.REPLACED):
@@ -106,14 +113,21 @@ def _publish(
             folder.rename(kept)
             logger.warning("%s was not written by this run and is now %s", folder, kept.name)
     disk.publish(directory, iteration, run_id)
-    if before is None:
-        return
-    if before > iteration:  # after --ckpt-step: the later checkpoint may still be needed
+    if before is not None and before > iteration:
+        # After --ckpt-step: the later checkpoint may still be needed.
         logger.warning(
             "%s now names iteration %d and no longer %d, whose checkpoint stays",
             *(directory / disk.TRACKER, iteration, before),
         )
-    elif save_retain_interval and before < iteration and before % save_retain_interval:
-        previous = disk.iteration_folder(directory, before)
-        if is_of_run(previous, run_id):
-            disk.retire(previous, run_id)
+        return
+    earlier = []
+    if most_recent_k or save_retain_interval:
+        # Without most_recent_k the one before alone: the others were kept by runs without the flag.
+        saved = disk.iterations(directory) if most_recent_k else [before]
+        earlier = [each for each in saved if each is not None and each < iteration]
+    folders = {each: disk.iteration_folder(directory, each) for each in earlier}
+    own = [each for each in earlier if is_of_run(folders[each], run_id)]
+    num_old = max(0, len(own) - (most_recent_k or 1) + 1)  # the new one is the last to keep
+    for each in own[:num_old]:
+        if not save_retain_interval or each % save_retain_interval:
+            disk.retire(folders[each], run_id)

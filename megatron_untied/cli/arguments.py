@@ -88,6 +88,8 @@ REQUIRED_FLAGS = {
     "use_pytorch_profiler": "profile",
     "save_interval": "save",
     "save_retain_interval": "save",
+    "most_recent_k": "save",
+    "save_on_signal_now": "exit_signal_handler",
     "save_into_existing": "save",
     "exit_on_failed_save": "save",
     "ckpt_step": "load",

@@ -337,6 +337,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         switch("--exit-signal-handler", "finish the step, save and exit on SIGTERM or SIGHUP"),
         switch(
+            "--save-on-signal-now",
+            "with --exit-signal-handler: drop the step in flight and save the state before it",
+        ),
+        switch(
             "--no-check-for-nan-in-loss-and-grad",
             "continue after a loss or gradient that is not finite",
             off="check_for_nan",
@@ -360,6 +364,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--save-retain-interval",
             count,
             help="delete older checkpoints of this run, except multiples of this",
+        ),
+        flag(
+            "--most-recent-k",
+            count,
+            metavar="K",
+            help="keep the last K checkpoints of this run, and multiples of --save-retain-interval",
         ),
         switch("--finetune", "load the weights only and start at iteration 0"),
         switch("--no-load-optim", "do not load the optimizer states", off="load_optim"),

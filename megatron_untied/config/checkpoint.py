@@ -17,6 +17,9 @@ class CheckpointConfig:
     save_retain_interval: int | None = None
     """Delete a checkpoint of this run once there is a later one, unless its iteration is a multiple
     of this; None keeps all."""
+    most_recent_k: int | None = None
+    """Keep so many of the last checkpoints of this run, and those that ``save_retain_interval``
+    retains; None is 1 with that flag, and otherwise all."""
     load: str | None = None  # such a folder too
     ckpt_step: int | None = None
     """Iteration to load; None is the one named by ``latest_checkpointed_iteration.txt``."""

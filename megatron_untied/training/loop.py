@@ -18,7 +18,7 @@ from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.search import describe
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
-from megatron_untied.training.exits import EarlyExit
+from megatron_untied.training.exits import EarlyExit, StepDropped
 from megatron_untied.training.initialize import Launch, errors_in_one_line
 from megatron_untied.training.memory_report import memory_against_plan
 from megatron_untied.training.profiling import StepProfiler
@@ -64,9 +64,7 @@ def pretrain(
         global_batches, config=config, groups=run.groups, get_batch=get_batch
     )
     evaluate_after = functools.partial(evaluate_run, run, batches_of, forward_step)
-    saver = CheckpointSaver(
-        config=config, train_state=train_state, provenance=run.start.provenance, report=report
-    )
+    saver = CheckpointSaver(config, train_state, run.start, report)
     profiler = StepProfiler(config, launch.rank, train_state.progress, say=report.say)
     with report, run.signals, run.heartbeat, profiler:
         progress = load_and_describe(run)
@@ -84,16 +82,21 @@ def pretrain(
             if exit_reason:
                 break
             train_state.progress.begin(f"iteration {iteration}", step_units)
-            with profiler.step(iteration):
-                began = time.perf_counter()
-                result = train_step(
-                    train_state,
-                    next(train_batches),
-                    num_samples=num_samples,
-                    forward_step=forward_step,
-                )
-                device.synchronize()  # for the time of the step; the loss was read back anyway
-                seconds = time.perf_counter() - began
+            try:
+                with profiler.step(iteration):
+                    began = time.perf_counter()
+                    result = train_step(
+                        train_state,
+                        next(train_batches),
+                        num_samples=num_samples,
+                        forward_step=forward_step,
+                    )
+                    device.synchronize()  # for the time of the step; the loss was read anyway
+                    seconds = time.perf_counter() - began
+            except StepDropped:  # on all ranks, before the optimizer has changed anything
+                exit_reason = early_exit.signal()
+                saver.save(progress, is_last=True)
+                break
             if config.loop.check_for_nan:
                 with errors_in_one_line():  # before saving: weights that are nan are never saved
                     require_finite(result, iteration)
@@ -159,5 +162,8 @@ def evaluate_run(
     # Forward only, so one unit per pass of a layer; a training step has several.
     run.train_state.progress.begin(name, run.layer_passes * eval_iters)
     batches = itertools.islice(batches_of(run.datasets.valid, consumed_samples=0), eval_iters)
-    loss = evaluate(run.train_state, batches, forward_step=forward_step)
+    try:
+        loss = evaluate(run.train_state, batches, forward_step=forward_step)
+    except StepDropped:  # the signal ends the run next
+        return
     run.report.evaluation(iteration, loss)

@@ -103,7 +103,7 @@ def set_up(
         datasets=datasets,
         train_state=train_state,
         report=report,
-        signals=watch_training(config, store.clone(), launch, report, heartbeat),
+        signals=watch_training(config, store.clone(), launch, report, heartbeat, progress),
         heartbeat=heartbeat,
     )
 

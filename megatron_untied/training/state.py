@@ -95,6 +95,7 @@ class TrainState:
             run_config=config,
             provenance=provenance,
             save_retain_interval=config.checkpoint.save_retain_interval,
+            most_recent_k=config.checkpoint.most_recent_k,
         )
 
 

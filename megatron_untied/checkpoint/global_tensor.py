@@ -17,6 +17,10 @@ from typing import IO
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -245,20 +249,80 @@ class SequentialWriter(dcp.FileSystemWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        # DCP waits for a future; writing was synchronous, so it is complete.
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(self._write_file(plan, planner.resolve_data))
+        return written
+
+    def _write_file(
+        self, plan: SavePlan, resolve: Callable[[WriteItem], Tensor]
+    ) -> list[WriteResult]:
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         with open(Path(self.path) / name, "wb") as file:
             summed = ChecksummedFile(file)
             # In a function, whose return releases the tensor before the next one is resolved.
-            results = [
-                _write(item, planner.resolve_data(item), summed, name) for item in plan.items
-            ]
+            results = [_write(item, resolve(item), summed, name) for item in plan.items]
             file.flush()
             os.fsync(file.fileno())  # a checkpoint is published only when it is on the disk
         self.checksums = summed.parts
-        # DCP waits for a future; writing was synchronous, so it is complete.
-        written: Future[list[WriteResult]] = Future()
-        written.set_result(results)
-        return written
+        return results
+
+
+class StagingWriter(SequentialWriter):
+    """Copies what this rank will write to the host, and writes the copies later.
+
+    ``prepare_write_data`` and ``retrieve_write_results`` are what megatron-core's functions for
+    asynchronous saves call. The files are those of :class:`SequentialWriter`.
+    """
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Copy every slice of ``plan``, in pageable memory; returns when the copies are there."""
+        self._plan = plan
+        self._staged = {
+            item.index: planner.resolve_data(item).detach().to("cpu", copy=True)
+            for item in plan.items
+        }
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the copies that are not written yet."""
+        return sum(copy.nbytes for copy in self._staged.values())
+
+    def write(self) -> None:
+        """Write the file and release each copy after it is written; for any thread."""
+        self._results = self._write_file(self._plan, lambda item: self._staged.pop(item.index))
+
+    def retrieve_write_results(self) -> list[WriteResult]:
+        """What :meth:`write` has written."""
+        return self._results
+
+
+class StagedTensors:
+    """Tensors that were copied to the host, to be written while training goes on.
+
+    In the order: construct and :meth:`finish` in the training thread of all ranks, and between them
+    ``writer.write()`` in any thread.
+    """
+
+    def __init__(self, folder: Path, tensors: Mapping[str, GlobalTensor]):
+        """Agree on who writes what, and copy this rank's part; collective over all ranks.
+
+        Raises:
+            CheckpointException: on every rank, if the slices of all ranks do not make up the
+                tensors.
+        """
+        self.writer = StagingWriter(folder)
+        planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planned, *_ = save_state_dict_async_plan(dict(tensors), self.writer, planner=planner)
+
+    def finish(self) -> dict[Part, int]:
+        """Write the index after all ranks have written their files; collective over them.
+
+        Returns:
+            The checksums of what this rank has written.
+        """
+        save_state_dict_async_finalize(*self._planned)
+        return self.writer.checksums
 
 
 def _write(item: WriteItem, tensor: Tensor, file: ChecksummedFile, name: str) -> WriteResult:

@@ -92,6 +92,7 @@ REQUIRED_FLAGS = {
     "save_on_signal_now": "exit_signal_handler",
     "save_into_existing": "save",
     "exit_on_failed_save": "save",
+    "async_save": "save",
     "ckpt_step": "load",
     "finetune": "load",
     "exit_on_missing_checkpoint": "load",

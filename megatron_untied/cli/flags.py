@@ -350,6 +350,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--save", help="folder to save to"),
         flag("--save-interval", count, help="iterations between checkpoints"),
         switch(
+            "--async-save",
+            "write checkpoints while training goes on, from a copy in host memory",
+        ),
+        switch(
             "--no-exit-on-failed-save",
             "warn if a checkpoint cannot be written, and train on until the next one",
             off="exit_on_failed_save",
@@ -437,7 +441,6 @@ NOT_YET: dict[str, str] = {
     "--sft": "there is no fine-tuning dataset yet",
     "--seq-length-schedule": "the sequence length is constant",
     "--attention-backend unfused": "use local, attention by matrix products",
-    "--async-save": "checkpointing is synchronous",
     # Megatron's flags for features that the design excludes.
     "--pipeline-model-parallel-size": "not implemented; use tensor, context and data parallelism",
     "--expert-model-parallel-size": "there are no mixture-of-experts layers",

@@ -10,6 +10,8 @@ class CheckpointConfig:
     save: str | None = None  # folder of all checkpoints of a run
     save_interval: int | None = None
     """Iterations between checkpoints; None saves only at the end."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, from a copy of the state on the host."""
     exit_on_failed_save: bool = True
     """Stop when a checkpoint cannot be written, instead of training on until the next one."""
     save_into_existing: bool = False

@@ -66,7 +66,7 @@ def pretrain(
     evaluate_after = functools.partial(evaluate_run, run, batches_of, forward_step)
     saver = CheckpointSaver(config, train_state, run.start, report)
     profiler = StepProfiler(config, launch.rank, train_state.progress, say=report.say)
-    with report, run.signals, run.heartbeat, profiler:
+    with report, run.signals, run.heartbeat, profiler, saver:
         progress = load_and_describe(run)
         if config.loop.skip_train:
             evaluate_after(progress.iteration)
@@ -105,6 +105,7 @@ def pretrain(
             if iteration <= first + 1:  # the first step makes Adam's moments, the second has them
                 compare_memory(run, iteration)
             report.step(result, progress, seconds=seconds)  # resets the peak
+            saver.poll()
             if config.evaluates_after(iteration):
                 evaluate_after(iteration)
             exit_reason = early_exit.reason(iteration)  # one all-reduce of a number
@@ -113,6 +114,7 @@ def pretrain(
                 saver.save(progress, is_last=is_last)
                 # A signal during a save of minutes ends the run before the next step.
                 exit_reason = exit_reason or early_exit.signal()
+        saver.finish(is_last=True)
         report.end(exit_reason)
 
 

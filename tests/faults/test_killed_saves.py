@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from megatron_untied.checkpoint import (
     CheckpointConfig,
+    CheckpointSave,
     Progress,
     Provenance,
     load_checkpoint,
-    save_checkpoint,
 )
 from megatron_untied.checkpoint import directory as disk
 from megatron_untied.checkpoint.checksums import CHECKSUMS, ChecksummedFile, Checksums
@@ -43,11 +43,13 @@ def fill(state, iteration: int) -> None:
             tensor.fill_(iteration)
 
 
-def save_until_killed(rank: int, path: str, victim: int, events: int | None, record: str) -> None:
+def save_until_killed(
+    rank: int, path: str, victim: int, events: int | None, record: str, in_background: bool
+) -> None:
     """Continue the run in ``path`` and save an iteration after another.
 
-    The victim kills itself at that event: a step on the file system or a write. None: between two
-    saves.
+    In the background the state already changes while it is written. The victim kills itself at that
+    event: a step on the file system or a write. None: between two saves.
     """
     dist.init_process_group("gloo")
     run = small_run(Split())
@@ -67,9 +69,18 @@ def save_until_killed(rank: int, path: str, victim: int, events: int | None, rec
         fill(run.state, iteration)
         if rank == victim and events is None and iteration == done + 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        save_checkpoint(
-            path, run.state, Progress(iteration=iteration), provenance=RUN, save_retain_interval=3
+        save = CheckpointSave(
+            directory=Path(path),
+            progress=Progress(iteration=iteration),
+            provenance=RUN,
+            save_retain_interval=3,
         )
+        if in_background:
+            pending = save.write_in_background(run.state)
+            fill(run.state, -1)
+            pending.finish()
+        else:
+            save.write(run.state)
 
 
 def arm(path: str, events: int) -> None:
@@ -111,12 +122,14 @@ def kill_often(tmp_path: Path, num_kills: int) -> list[str]:
     for number in range(num_kills):
         # A save in four at a moment between saves, which is when training kills a run.
         events = drawn.choice([None, *[drawn.randrange(1, 2 * EVENTS_OF_A_SAVE)] * 3])
+        in_background = drawn.random() < 0.5
         victim, record = drawn.randrange(RANKS), tmp_path / f"record{number}"
+        arguments = str(path), victim, events, str(record), in_background
         outputs = launch(
-            save_until_killed, RANKS, tmp_path, str(path), victim, events, str(record),
-            wait_for=[victim], timeout=100,
-        )  # fmt: skip
+            save_until_killed, RANKS, tmp_path, *arguments, wait_for=[victim], timeout=100
+        )
         place = f"kill {number} of seed {SEED}: rank {victim} at event {events}"
+        place += " in the background" * in_background
         assert record.exists(), f"{place}: not loaded\n{outputs}"
         loaded, *lines = record.read_text().splitlines()
         assert int(loaded) == latest, place

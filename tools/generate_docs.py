@@ -38,6 +38,9 @@ OWN = {
     "--park-during-attention",
     "--heartbeat-seconds",
     "--metrics-jsonl",
+    "--save-on-signal-now",
+    "--no-exit-on-failed-save",
+    "--most-recent-k",
 }
 
 

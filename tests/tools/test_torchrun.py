@@ -46,10 +46,14 @@ def signal_after(words: str, process: subprocess.Popen, log: Path, number: int) 
     return [line for line in lines if line.strip() and not line.startswith(quiet)]
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, OURS], ids=["torchrun", "tools/torchrun.py"])
-def test_sigterm_to_the_launcher_saves_the_step(tmp_path, launcher):
+@pytest.mark.parametrize(
+    ("launcher", "flags"),
+    [(TORCHRUN, {}), (OURS, {}), (TORCHRUN, {"save_on_signal_now": True, "async_save": True})],
+    ids=["torchrun", "tools/torchrun.py", "torchrun, the step before"],
+)
+def test_sigterm_to_the_launcher_saves_the_step(tmp_path, launcher, flags):
     log, folder = tmp_path / "log.txt", tmp_path / "c"
-    process = start(launcher, log, save=folder, exit_signal_handler=True)
+    process = start(launcher, log, save=folder, exit_signal_handler=True, **flags)
     lines = signal_after("lm loss", process, log, signal.SIGTERM)
     text = "\n".join(lines)
     iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())

@@ -13,7 +13,15 @@ On a node of eight GPUs: --nproc-per-node 8, --bf16, --use-distributed-optimizer
 Real text, checkpoints and metrics: examples/pretrain_tiny.sh. All flags: pretrain_gpt.py --help.
 """
 
+import os
 import sys
+
+# Before torch is imported, which reads it once; a value of your own is kept. Buffers of many sizes
+# follow each other and would leave gaps without expandable segments. Pinned memory is rounded up to
+# a power of two by default, here from 1 MB on to nothing.
+os.environ.setdefault(  # noqa: TID251 - torch is told in no other way
+    "PYTORCH_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1"
+)
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,17 +42,13 @@ from megatron_untied.training.step import Batch
 
 def model_provider(config, groups, progress) -> ChunkedLossGPTModel:
     """This rank's share of the model, its weights not drawn yet; it reports to ``progress``."""
-    documents = config.data.dataloader_inter_document_masking
-    kernel = attention_kernel(
-        config.model, config.precision, config.attention_backend, documents=documents
-    )
     return build_model(
         config.model,
         config.parallel,
         config.memory,
         config.precision,
         groups,
-        runtime=Runtime(kernel=kernel, progress=progress),
+        runtime=Runtime(kernel=attention_kernel(config), progress=progress),
         transformer_impl=config.transformer_impl,
     )
 

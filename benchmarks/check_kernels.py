@@ -21,13 +21,18 @@ from megatron_untied.context_parallel.kernels import (
     Qkv,
     QkvGrads,
     Segments,
-    TracedFlashAttention3,
+    TracedKernel,
 )
 from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
 from megatron_untied.context_parallel.kernels.registry import KERNELS
+from megatron_untied.context_parallel.kernels.traced import SCRATCH
 from megatron_untied.platform import device
 
 HEAD_WIDTH, WINDOW, TAIL = 128, 1024, 2048
+FAR_HEADS = {"h": 4, "g": 4}
+"""At the default length more than kernels with 32-bit addresses take in one call, so that they are
+split; shared key-value heads would stay together and be refused."""
+LONG = 5 << 20
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -75,7 +80,7 @@ def check_values(kernel: AttentionKernel, dtype: torch.dtype) -> None:
 def check_far_rows(kernel: AttentionKernel, s: int, dtype: torch.dtype) -> None:
     """Compare the last rows of a long call with a short call on them."""
     mask = Mask(window=WINDOW)
-    x = tensors(s, h=4, g=1, dtype=dtype)
+    x = tensors(s, **FAR_HEADS, dtype=dtype)
     tail = {name: value[-TAIL - WINDOW :].clone() for name, value in x.items()}
     found = run(kernel, x, mask)
     found[1] = found[1].transpose(0, 2)  # lse: [1, h, s] -> [s, h, 1]
@@ -105,24 +110,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=1 << 16, help="of the measurement")
-    parser.add_argument("--long", type=int, default=5 << 20, help="rows of the long call")
+    parser.add_argument("--long", type=int, default=LONG, help="rows of the long call")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     args = parser.parse_args()
-    dtype, here = getattr(torch, args.dtype), device.current_device()
+    dtype, here = getattr(torch, args.dtype), device.select_device(0)
     kernels = dict.fromkeys(kernel for row in KERNELS.values() for kernel in row)
     for kernel_class in kernels:
         missing = kernel_class.missing(here)
-        print(f"{kernel_class.name}" + (f": needs {missing}" if missing else ""))
+        print(f"{kernel_class.name}" + (f": needs {missing}" if missing else ""), flush=True)
         if not missing and dtype in kernel_class.limits.dtypes:
             check_values(kernel_class(), dtype)
             if kernel_class.limits.windows and kernel_class is not MatrixProducts:
                 check_far_rows(kernel_class(), args.long, dtype)
             s = min(args.tokens, 4096) if kernel_class is MatrixProducts else args.tokens
             scratch, rate = measure(kernel_class(), s, dtype)
-            print(f"    {s} tokens: {scratch:,.0f} MiB of scratch, {rate:.2f} TFLOP/s")
-    if dtype in TracedFlashAttention3.limits.dtypes:
-        scratch, _ = measure(TracedFlashAttention3(), args.tokens, dtype)
-        print(f"{TracedFlashAttention3.name}: {scratch:,.0f} MiB of scratch is counted for it")
+            counted = ""
+            if kernel_class in SCRATCH:
+                traced, _ = measure(TracedKernel(kernel_class), s, dtype)
+                counted = f" ({traced:,.0f} in plans)"
+            print(f"    {s} tokens: {scratch:,.0f} MiB of scratch{counted}, {rate:.2f} TFLOP/s")
 
 
 if __name__ == "__main__":

@@ -144,8 +144,11 @@ launch() {
     local nodes=(--nodes "$NNODES" --gpus-per-node "$GPUS_PER_NODE" --gpu "$GPU")
     [[ -z "${GPU_MEMORY_GIB:-}" ]] || nodes+=(--gpu-memory-gib "$GPU_MEMORY_GIB")
     [[ -z "${HOST_MEMORY_GIB:-}" ]] || nodes+=(--host-memory-gib "$HOST_MEMORY_GIB")
+    # Each rank on the CPUs and in the memory beside its GPU: what it offloads does not cross sockets.
+    local binding=(--numa-binding node)
+    [[ "$DRY_RUN" == yes ]] || can_bind || binding=()
     local command=(
-        "${TORCHRUN[@]}" --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --node-rank "${NODE_RANK:-NODE_RANK}"
+        "${TORCHRUN[@]}" "${binding[@]}" --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --node-rank "${NODE_RANK:-NODE_RANK}"
         --master-addr "${MASTER_ADDR:-MASTER_ADDR}" --master-port "$MASTER_PORT"
         "$ROOT/pretrain_gpt.py" "${flags[@]}"
     )
@@ -159,9 +162,19 @@ launch() {
     [[ "$DRY_RUN" == no ]] || exit 0
     # ... or if this one has less than the plan takes.
     python "$ROOT/tools/check_node.py" "${nodes[@]}" "${flags[@]}"
-    # Buffers of many sizes follow each other: let memory that was given back be mapped anywhere.
-    export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+    # torchrun would give each rank one thread, and an optimizer on the host all of its time.
+    local cores
+    cores="$(nproc)"
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > GPUS_PER_NODE ? cores / GPUS_PER_NODE : 1))}"
     exec "${command[@]}"
+}
+
+# Whether torchrun can bind ranks: it needs GPUs, and numactl.
+can_bind() {
+    compgen -G '/dev/nvidia[0-9]*' > /dev/null || return 1
+    command -v numactl > /dev/null && return
+    echo "numactl is not installed: ranks run on any CPU, and host copies may cross sockets" >&2
+    return 1
 }
 
 # The run that the flags describe, at tiny sizes on the CPUs of this machine.

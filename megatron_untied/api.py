@@ -29,7 +29,7 @@ from megatron_untied.context_parallel.self_attention import (
     Rotary,
 )
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout
-from megatron_untied.context_parallel.ulysses import Attention, LocalAttention, UntiedUlysses
+from megatron_untied.context_parallel.ulysses import Attention, UntiedUlysses
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.megatron_lm.limits import check_config
 from megatron_untied.model import context_parallel_groups, layer_spec
@@ -126,6 +126,7 @@ def untied_attention(
         k.shape[2],
         layout.num_ulysses,
         heads_per_chunk or layout.num_ulysses,
+        # One rank exchanges nothing: a second set of buffers would hide nothing.
         overlap=overlap and layout.num_ulysses > 1,
     )
     if rotary is None:
@@ -140,7 +141,7 @@ def untied_attention(
         workspace = Workspace()
         ulysses = UntiedUlysses(schedule, d, group, workspace)
         if ring_group is None:
-            return ulysses, LocalAttention(kernel, mask)
+            return ulysses, Attention(kernel, mask)
         return ulysses, RingAttention(kernel, mask, Ring(ring_group), workspace)
 
     return AttentionFunction.apply(q, k, v, rotary, loop)
@@ -248,6 +249,7 @@ def streamed_layers(
     )
     ulysses, ring = context_parallel_groups(parallel, groups)
     layout = sequence_layout(ulysses, ring)
+    # megatron-core counts the keys before a query; our windows include the query's own.
     window = None if config.window_size is None else config.window_size[0] + 1
     context = AttentionContext(
         layout=layout,

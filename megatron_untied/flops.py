@@ -11,7 +11,7 @@ from megatron_untied.step_progress import COST
 
 def step_flops(model: ModelConfig, *, seq_length: int, num_samples: int) -> int:
     """Forward and backward of ``num_samples`` sequences; a multiply and an add count as two."""
-    linear = seq_length * 2 * (model.num_layers * layer_weights(model) + output_weights(model))
+    linear = linear_flops(model, seq_length=seq_length)
     attention = model.num_layers * attention_flops(model, seq_length=seq_length)
     return 3 * num_samples * (linear + attention)  # the backward of a product is two products
 
@@ -30,7 +30,7 @@ def slow_step_seconds(
     Recomputation counts. Exchanges do not: they overlap with attention or are short beside it.
     """
     forwards = 4 if memory.recompute_granularity else 3
-    linear = seq_length * 2 * (model.num_layers * layer_weights(model) + output_weights(model))
+    linear = linear_flops(model, seq_length=seq_length)
     layer = attention_flops(model, seq_length=seq_length)
     attention = model.num_layers * layer * attention_units(memory)
     return num_samples * (forwards * linear + attention) / world_size / flops_per_second
@@ -55,14 +55,15 @@ def attention_flops(model: ModelConfig, *, seq_length: int) -> int:
     return 2 * width * (2 * seq_length * seen - seen**2)
 
 
+def linear_flops(model: ModelConfig, *, seq_length: int) -> int:
+    """Forward of all matrices on one sequence, without padding of the vocabulary."""
+    output = model.hidden_size * model.vocab_size  # the embedding lookup costs nothing
+    return seq_length * 2 * (model.num_layers * layer_weights(model) + output)
+
+
 def layer_weights(model: ModelConfig) -> int:
     """Elements of the matrices of a layer, without norms and biases."""
     query = model.num_attention_heads * model.kv_channels
     key_value = 2 * model.num_query_groups * model.kv_channels
     mlp = (3 if model.swiglu else 2) * model.ffn_hidden_size
     return model.hidden_size * (query + key_value + query + mlp)
-
-
-def output_weights(model: ModelConfig) -> int:
-    """Elements of the output matrix, without padding; the embedding lookup costs nothing."""
-    return model.hidden_size * model.vocab_size

@@ -106,12 +106,9 @@ class ChunkedLossGPTModel(GPTModel):
             return super()._postprocess(norm.normalize(hidden_states), labels=None, **kwargs)
         # Attention is over: the loss can use the memory of its buffers.
         self.attention_context.workspace.release()
-
-        def output_matrix() -> Tensor:  # [padded v/t, m]
-            tied = self.share_embeddings_and_output_weights
-            return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-
-        return self.loss(hidden_states, output_matrix, labels, loss_mask, norm)
+        tied = self.share_embeddings_and_output_weights
+        head = self.embedding.word_embeddings if tied else self.output_layer
+        return self.loss(hidden_states, head, labels, loss_mask, norm)
 
 
 class Loss(nn.Module):
@@ -124,18 +121,18 @@ class Loss(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        matrix: Callable[[], Tensor],
+        head: nn.Module,
         labels: Tensor,
         token_weights: Tensor,
         norm: nn.Module,
     ) -> Tensor:
         """[n, b, m] and labels [b, n] -> loss []; see :func:`chunked_cross_entropy`.
 
-        ``matrix`` returns the output matrix. It is called in here, since FSDP2 gathers the matrix
-        on entry: a tensor passed by the caller would be this rank's rows alone.
+        ``head.weight`` is the output matrix, [padded v/t, m]. It is read in here, since FSDP2
+        gathers it on entry: a tensor passed by the caller would be this rank's rows alone.
         """
         with self.progress.phase(Phase.LOSS):
-            return self.cross_entropy(hidden, matrix(), labels, token_weights, norm=norm)
+            return self.cross_entropy(hidden, head.weight, labels, token_weights, norm=norm)
 
 
 def deferred(norm: type[nn.Module]) -> type[nn.Module]:

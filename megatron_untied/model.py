@@ -26,8 +26,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_untied.backends import Backend, choose_backend
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
-from megatron_untied.config.run import AttentionBackend, TransformerImpl
+from megatron_untied.config.run import RunConfig, TransformerImpl
+from megatron_untied.context_parallel.head_schedule import head_schedule
 from megatron_untied.context_parallel.kernels import AttentionKernel, choose_kernel
+from megatron_untied.context_parallel.kernels.split_calls import Shape
 from megatron_untied.context_parallel.ring import Ring
 from megatron_untied.context_parallel.self_attention import (
     AttentionContext,
@@ -69,7 +71,13 @@ def build_model(
 ) -> ChunkedLossGPTModel:
     """The model of this rank, with uninitialized weights, on the current default device."""
     runtime = runtime or Runtime()
-    kernel = runtime.kernel or attention_kernel(model, precision)
+    kernel = runtime.kernel or choose_kernel(
+        "auto",
+        current_device(),
+        dtype=precision.params_dtype,
+        head_width=model.kv_channels,
+        window=model.window_size,
+    )
     arena = runtime.arena or HostArena.for_device(current_device())
     backend = choose_backend(transformer_impl, model.normalization)
     config = transformer_config(model, parallel, precision, transformer_impl)
@@ -78,7 +86,9 @@ def build_model(
     return ChunkedLossGPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * model.num_layers, layer_norm=deferred(backend.norm)
+            # One spec for all layers: they share the workspace and the store in its params.
+            layer_specs=[layer] * model.num_layers,
+            layer_norm=deferred(backend.norm),
         ),
         vocab_size=model.padded_vocab_size(parallel.tensor_model_parallel_size),
         logical_vocab_size=model.vocab_size,
@@ -90,21 +100,34 @@ def build_model(
     )
 
 
-def attention_kernel(
-    model: ModelConfig,
-    precision: Precision,
-    backend: AttentionBackend = "auto",
-    *,
-    documents: bool = False,
-) -> AttentionKernel:
-    """The kernel of ``backend`` for a model on this rank's device; see :func:`choose_kernel`."""
+def attention_kernel(config: RunConfig) -> AttentionKernel:
+    """The kernel of ``config`` on this rank's device; see :func:`choose_kernel`.
+
+    A kernel that cannot index the run's sequences is passed over here, before anything is
+    allocated.
+    """
+    model, parallel, batch = config.model, config.parallel, config.batch
+    num_ulysses, num_ring = parallel.num_ulysses_and_ring
+    num_tensor = parallel.tensor_model_parallel_size
+    schedule = head_schedule(
+        model.num_attention_heads // num_tensor,
+        model.num_query_groups // num_tensor,
+        num_ulysses,
+        parallel.heads_per_chunk,
+    )
+    # A ring attends to blocks of at most its rank's rows.
+    rows, b = batch.seq_length // num_ring, batch.micro_batch_size
     return choose_kernel(
-        backend,
+        config.attention_backend,
         current_device(),
-        dtype=precision.params_dtype,
+        dtype=config.precision.params_dtype,
         head_width=model.kv_channels,
         window=model.window_size,
-        documents=documents,
+        documents=config.data.dataloader_inter_document_masking,
+        shapes=[
+            Shape(num_queries=rows, num_keys=rows, b=b, h=h, g=g, d=model.kv_channels)
+            for h, g in sorted(schedule.heads_of_calls)
+        ],
     )
 
 
@@ -141,7 +164,7 @@ def context_parallel_groups(
         return groups.cp, None
     if num_ulysses == 1:
         return None, groups.cp
-    ulysses, ring = groups.hcp
+    ulysses, ring = groups.hcp  # in the order of --hierarchical-context-parallel-sizes
     return ulysses, ring
 
 
@@ -233,7 +256,7 @@ def transformer_config(
         add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
-        hidden_dropout=0.0,
+        hidden_dropout=0.0,  # recomputation replays no random numbers
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
@@ -250,7 +273,7 @@ def transformer_config(
         init_method=_leave_uninitialized,
         output_layer_init_method=_leave_uninitialized,
         embedding_init_method=_leave_uninitialized,
-        cuda_graph_scope=None,
+        cuda_graph_scope=None,  # the default warns of its own deprecation
         transformer_impl=transformer_impl,
     )
 

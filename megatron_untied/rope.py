@@ -79,16 +79,35 @@ def rotary_frequencies(config: RotaryConfig, head_width: int) -> tuple[Tensor, f
     frequencies = config.base ** (-2.0 * pair / width)  # [rot/2]
     if config.scaling == "none":
         return frequencies, 1.0
+    scaled, attention_factor = frequencies / config.scaling_factor, 1.0
     if config.scaling == "linear":
-        return frequencies / config.scaling_factor, 1.0
+        return scaled, attention_factor
+    # ``stretched`` says how far each pair is scaled, 0 to 1, fp64 [rot/2].
     if config.scaling == "llama3":
-        stretched, attention_factor = _llama3_stretched(config, frequencies), 1.0
+        # A ramp over a pair's turns in the old context: 0 at high_freq_factor turns or more, 1 at
+        # low_freq_factor or fewer.
+        turns = config.original_max_positions * frequencies / (2.0 * math.pi)
+        kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+        stretched = 1.0 - kept.clamp(0.0, 1.0)
     else:
-        stretched, attention_factor = _yarn_stretched(config, pair, width), config.attention_factor
+        # YaRN, section 3.2: a ramp over the pair's index, from the pair that turns beta_fast times
+        # in the old context to the one that turns beta_slow times. Pair i turns
+        # context * base^(-2i / width) / 2 pi times; solved for i.
+        first, last = (
+            width
+            * math.log(config.original_max_positions / (turns * 2.0 * math.pi))
+            / (2.0 * math.log(config.base))
+            for turns in (config.beta_fast, config.beta_slow)
+        )
+        if config.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, width - 1)
+        if first == last:
+            last += 0.001  # a step; the same number as in Hugging Face and megatron-core
+        stretched = ((pair - first) / (last - first)).clamp(0.0, 1.0)
+        attention_factor = config.attention_factor
         if attention_factor is None:
             attention_factor = yarn_attention_factor(config.scaling_factor)
-    # Interpolated per pair, between scaled (1) and original (0).
-    scaled = frequencies / config.scaling_factor
     return scaled * stretched + frequencies * (1.0 - stretched), attention_factor
 
 
@@ -98,37 +117,6 @@ def yarn_attention_factor(
     """YaRN's factor for cos and sin, 0.1 ln(stretch) + 1, or the ratio of two weighted ones."""
     log_stretch = math.log(max(stretch, 1.0))
     return (0.1 * mscale * log_stretch + 1.0) / (0.1 * mscale_all_dim * log_stretch + 1.0)
-
-
-def _llama3_stretched(config: RotaryConfig, frequencies: Tensor) -> Tensor:
-    """How far each pair is scaled, 0 to 1, fp64 [rot/2]: a ramp over its turns in the old context.
-
-    ``high_freq_factor`` turns or more: 0. ``low_freq_factor`` or fewer: 1.
-    """
-    turns = config.original_max_positions * frequencies / (2.0 * math.pi)
-    kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    return 1.0 - kept.clamp(0.0, 1.0)
-
-
-def _yarn_stretched(config: RotaryConfig, pair: Tensor, width: int) -> Tensor:
-    """How far each pair is scaled, 0 to 1, fp64 [rot/2]: a ramp over its index (YaRN, section 3.2).
-
-    The ramp runs from the pair that turns ``beta_fast`` times in the old context to the one that
-    turns ``beta_slow`` times.
-    """
-    # Pair i turns context * base^(-2i / width) / 2 pi times; solved for i.
-    first, last = (
-        width
-        * math.log(config.original_max_positions / (turns * 2.0 * math.pi))
-        / (2.0 * math.log(config.base))
-        for turns in (config.beta_fast, config.beta_slow)
-    )
-    if config.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, width - 1)
-    if first == last:
-        last += 0.001  # a step; the same number as in Hugging Face and megatron-core
-    return ((pair - first) / (last - first)).clamp(0.0, 1.0)
 
 
 class RotaryTable:
@@ -153,25 +141,23 @@ class RotaryTable:
         ``positions`` is int64 [n], the same for the whole batch, or [b, n]. The same, unmodified
         tensor costs nothing again; another one builds a new table.
         """
-        if positions is not self._positions or positions._version != self._version:
-            self._table = None  # free the old table before allocating the new one
-            self._table = self._build(positions)
-            self._positions, self._version = positions, positions._version
-        return self._table
-
-    def _build(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if positions is self._positions and positions._version == self._version:
+            return self._table
         assert positions.dtype == torch.int64, positions.dtype  # fp32 counts to 16,777,216
+        self._table = None  # free the old table before allocating the new one
         frequencies, factor = rotary_frequencies(self._config, self._head_width)
         frequencies = frequencies.to(positions.device)
-        positions = positions[:, None] if positions.dim() == 1 else positions.t()  # [n, b]
-        shape = (*positions.shape, 1, frequencies.numel())
+        by_token = positions[:, None] if positions.dim() == 1 else positions.t()  # [n, b]
+        shape = (*by_token.shape, 1, frequencies.numel())
         cos = torch.empty(shape, dtype=torch.float32, device=positions.device)
         sin = torch.empty_like(cos)
-        for block, cos_block, sin_block in _blocks(cos.shape[1:].numel(), positions, cos, sin):
+        for block, cos_block, sin_block in _blocks(cos.shape[1:].numel(), by_token, cos, sin):
             angles = block[:, :, None, None] * frequencies  # float64
             cos_block.copy_(angles.cos().mul_(factor))
             sin_block.copy_(angles.sin_().mul_(factor))
-        return cos, sin
+        self._positions, self._version = positions, positions._version
+        self._table = cos, sin
+        return self._table
 
 
 @torch.no_grad()

@@ -46,17 +46,13 @@ class GradientSums:
     """
 
     def __init__(self, module: nn.Module):
-        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._names = [name for name, _ in module.named_parameters()]
         self._sums: dict[str, Tensor] = {}
 
     def names(self, prefixes: Sequence[str]) -> list[str]:
         """Trained parameters whose names start with one of ``prefixes``."""
-        return [name for name in self._trained if name.startswith(tuple(prefixes))]
-
-    def leaf(self, name: str) -> Tensor:
-        """The parameter's value as a new leaf, so that no hook of the parameter fires."""
-        return self._trained[name].detach().requires_grad_()
+        return [name for name in self.trained if name.startswith(tuple(prefixes))]
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add one tile's gradient, of the parameter's shape."""
@@ -64,7 +60,7 @@ class GradientSums:
             self._sums[name] += gradient
         else:
             with allocating(MemoryCategory.WEIGHT_GRADIENTS):
-                self._sums[name] = widened(gradient)
+                self._sums[name] = widened(gradient)  # without a copy if it is wide already
 
     def in_order(self) -> list[Tensor | None]:
         """One gradient for each parameter of the module, None where it is frozen."""
@@ -86,7 +82,8 @@ def tile_backward(
     """
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
-        weights = {name: sums.leaf(name) for name in names}
+        # Leaves of their own: gradient hooks of the parameters would fire once per tile.
+        weights = {name: sums.trained[name].detach().requires_grad_() for name in names}
         call = _Call(module, function)
         replaced = {f"module.{name}": weight for name, weight in weights.items()}
         outputs = torch.func.functional_call(call, replaced, tuple(leaves))

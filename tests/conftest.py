@@ -1,6 +1,7 @@
-"""Options and marks shared by all tests."""
+"""Options, marks and fixtures shared by all tests."""
 
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +14,27 @@ from tests.support.corpus import train_small_tokenizer
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# As in a run; NVIDIA's images begin with TF32.
+torch.set_float32_matmul_precision("highest")
+
 # A deadline for each example would fail tests on a machine that is busy with something else.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
+LONG_MODULES = ("test_memory_pairs.py", "test_guide.py", "test_readme.py")
+"""Minutes each; begun first, else one of two pytests waits for the other at the end."""
+OURS = pytest.StashKey[dict[str, bool]]()
+"""Modules that are claimed: whether by this pytest."""
+
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption(
+        "--claims",
+        type=Path,
+        metavar="FOLDER",
+        help="share modules with another pytest: each runs those whose file it creates in FOLDER",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -30,6 +45,24 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip_slow)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip_gpu)
+    if config.getoption("--claims"):
+        items.sort(key=lambda item: item.path.name not in LONG_MODULES)  # stable
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    """With ``--claims``: True, which is "done", for a test of a module that is not ours."""
+    folder, module = item.config.getoption("--claims"), item.nodeid.partition("::")[0]
+    if folder is None:
+        return None
+    ours = item.config.stash.setdefault(OURS, {})
+    if module not in ours:
+        try:
+            (folder / module.replace("/", ".")).touch(exist_ok=False)
+            ours[module] = True
+        except FileExistsError:
+            ours[module] = False
+    return None if ours[module] else True
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from megatron_untied.config import MemoryConfig, ParallelConfig, RotaryConfig
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.rope import RotaryTable
 from tests.support import plain_attention
+from tests.support.pairs import all_pairs
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import parallel_groups
 
@@ -87,16 +88,31 @@ DOCUMENTS = {1: [[0, 2, 6], [0, 6]], 2: [[0, 5, 12], [0, 1, 1, 8, 12]],
              4: [[0, 1, 11, 24], [0, 24]]}  # fmt: skip
 
 
-@pytest.mark.parametrize("rotates", [False, True], ids=["as given", "rotated"])
-@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (6, 3)], ids=["MHA", "GQA", "uneven GQA"])
-@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)], ids=str)
-def test_attention(ranks, heads, rotates):
-    p = ranks[0] * ranks[1]
-    options = [{}, {"heads_per_chunk": "all", "overlap": False}, {"documents": DOCUMENTS[p]}]
-    if ranks[1] == 1:
-        options.append({"window": 3, "documents": DOCUMENTS[p], "overlap": False})
-    for each in options:
-        run_on_ranks(check_attention, p, *ranks, heads, each, rotates=rotates)
+OPTIONS = {
+    "defaults": {},
+    "one exchange": {"heads_per_chunk": "all", "overlap": False},
+    "documents": {"documents": DOCUMENTS},
+    "window": {"window": 3, "documents": DOCUMENTS, "overlap": False},
+}
+FACTORS = {
+    "ranks": [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)],  # of Ulysses, of the ring
+    "heads": [(8, 8), (8, 2), (6, 3)],
+    "rotates": [False, True],
+    "options": list(OPTIONS),
+}
+CASES = all_pairs(FACTORS, lambda case: case["options"] != "window" or case["ranks"][1] == 1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_attention(case):
+    """Every pair of factors' values."""
+    p = case["ranks"][0] * case["ranks"][1]
+    options = dict(OPTIONS[case["options"]])
+    if "documents" in options:
+        options["documents"] = DOCUMENTS[p]
+    run_on_ranks(
+        check_attention, p, *case["ranks"], case["heads"], options, rotates=case["rotates"]
+    )
 
 
 def qkv(*heads, n=6, b=1, d=D, **options):

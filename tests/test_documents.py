@@ -88,7 +88,7 @@ def document_by_document(config, data):
 
 
 def check_packed(group, parallel, names):
-    config = tiny(num_layers=3)
+    config = tiny(num_layers=3, num_query_groups=2)
     data = batch(config, S, len(LENGTHS))
     expected_loss, expected = document_by_document(config, data)
     groups = parallel_groups(parallel)
@@ -133,7 +133,9 @@ def check_logits_are_those_of_one_rank(group, parallel, config):
 
 
 def test_packed_documents_and_a_window_under_tensor_and_sequence_parallelism():
-    run_on_ranks(check_logits_are_those_of_one_rank, 4, TENSOR, tiny(window_size=3))
+    run_on_ranks(
+        check_logits_are_those_of_one_rank, 4, TENSOR, tiny(num_query_groups=2, window_size=3)
+    )
 
 
 @torch.no_grad()

@@ -5,15 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_untied import model as model_module
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, RotaryConfig
 from megatron_untied.context_parallel.head_schedule import legal_heads_per_chunk
+from megatron_untied.model import attention_kernel
+from tests.support.planning import run_config
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import batch, make_model, parallel_groups, tiny
 
 S = 24
 MEMORIES = (MemoryConfig(), MemoryConfig(recompute_granularity="full", sequence_tile_size=5))
 PARTS = tiny(
-    num_query_groups=4,
     kv_channels=12,
     add_qkv_bias=True,
     qk_layernorm=True,
@@ -66,7 +68,7 @@ def test_logits_are_the_same_at_every_degree(config, parallel):
 
 @torch.no_grad()
 def check_perturbation(group, parallel, changed):
-    groups, config = parallel_groups(parallel), tiny(num_layers=3)
+    groups, config = parallel_groups(parallel), tiny(num_layers=3, num_query_groups=2)
     tokens, others = tokens_of(config), tokens_of(config)
     others[:, changed] = (others[:, changed] + 1) % config.vocab_size
     for memory in MEMORIES:
@@ -128,3 +130,16 @@ def differences(group, plain, changed):
 def test_every_part_has_an_effect(changes):
     (found,) = run_on_ranks(differences, 1, tiny(), tiny(**changes))
     assert min(found) > 1e-3
+
+
+def test_a_sequence_that_the_kernel_cannot_index_is_refused_before_a_model_is_built(monkeypatch):
+    """Four query heads share a key-value head in a chunk, at 5 Mi tokens, on an H100."""
+    monkeypatch.setattr(model_module, "current_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    flags = (
+        "--model llama3-8b --bf16 --seq-length 5242880 --context-parallel-size 8 "
+        "--attention-backend torch-flash --cp-heads-per-chunk "
+    )
+    with pytest.raises(ValueError, match=r"torch-flash cannot index 5243008 rows .* x 4 heads"):
+        attention_kernel(run_config(flags + "32"))
+    assert attention_kernel(run_config(flags + "8")).name == "torch-flash"

@@ -18,13 +18,18 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 def requirements(file: str) -> set[str]:
     lines = (line.partition("#")[0].strip() for line in (ROOT / file).read_text().splitlines())
-    return {str(Requirement(line)) for line in lines if line}
+    return {str(Requirement(line)) for line in lines if line and not line.startswith("--")}
 
 
 def test_requirements_files_list_what_the_package_declares():
     declared = [*PROJECT["dependencies"], *EXTRAS["test"], *EXTRAS["docs"]]
     assert requirements("requirements.txt") == {str(Requirement(x)) for x in declared}
     assert requirements("requirements-gpu.txt") == {str(Requirement(x)) for x in EXTRAS["gpu"]}
+
+
+def test_kernels_for_gpus_are_pinned_exactly():
+    for each in map(Requirement, EXTRAS["gpu"]):
+        assert [part.operator for part in each.specifier] == ["=="], each
 
 
 def test_torch_is_pinned_exactly():

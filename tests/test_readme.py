@@ -22,16 +22,13 @@ from megatron_untied.cli.arguments import parse_arguments, parse_flags
 from megatron_untied.cli.flags import FLAGS
 from megatron_untied.cli.planner_flags import complete, planner_parser
 from megatron_untied.commands.trace import parse_own
+from tests.support.command_line import MODEL_FLAGS
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {
     "--nproc-per-node": "2",
     "--world-size": "2",
-    "--num-layers": "2",
-    "--hidden-size": "64",
-    "--ffn-hidden-size": "96",
-    "--num-attention-heads": "8",
-    "--num-query-groups": "2",
+    **{flag: str(value) for flag, value in MODEL_FLAGS.items() if value is not True},
     "--context-parallel-size": "2",
     "--cp-heads-per-chunk": "2",
     "--cpu-offloading-num-layers": "2",
@@ -197,7 +194,8 @@ def check(command: str) -> None:
 
 @pytest.mark.timeout(900)  # seconds when the machine is idle
 @pytest.mark.parametrize(
-    "command", [command for document in WITH_COMMANDS for command in commands(document)]
+    "command",
+    dict.fromkeys(command for document in WITH_COMMANDS for command in commands(document)),
 )
 def test_command(command):
     check(command)
@@ -258,8 +256,8 @@ def test_files_that_are_named_exist(document):
 
 def test_gpu_requirements_can_be_read():
     lines = (ROOT / "requirements-gpu.txt").read_text().splitlines()
-    names = [Requirement(line).name for line in lines if line and not line.startswith("#")]
-    assert names == ["transformer-engine", "flash-attn"]
+    names = [Requirement(line).name for line in lines if line and not line.startswith(("#", "--"))]
+    assert names == ["flash-attn-3", "flash-attn", "transformer-engine", "flash-attn-4"]
 
 
 @pytest.mark.slow

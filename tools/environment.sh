@@ -5,6 +5,10 @@ environment_root="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 environment_has_package() { python -I -c 'import importlib.metadata as m; m.version("megatron-untied")' 2> /dev/null; }
 if ! environment_has_package; then
     environment_venv="$environment_root/.venv"
+    if python -I -c 'import torch, sys; sys.exit(torch.version.cuda is None)' 2> /dev/null; then
+        echo "environment: this Python has torch with CUDA, and .venv will not use it nor what was built for it;" \
+            "pip install --no-deps -e $environment_root uses it" >&2
+    fi
     if ! cmp -s "$environment_root/requirements.txt" "$environment_venv/requirements.stamp"; then
         echo "environment: installing requirements.txt into .venv (a few minutes, once)"
         "${PYTHON:-python3}" -m venv "$environment_venv"

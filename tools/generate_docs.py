@@ -59,7 +59,9 @@ def flags_page() -> str:
 def _row(name: str, options: dict[str, Any]) -> str:
     default = options.get("default")
     is_switch = options.get("action") in ("store_true", "store_false")
-    shown = "" if is_switch or default in (None, ()) else f"`{default}`"
+    if isinstance(default, tuple):
+        default = " ".join(map(str, default))
+    shown = "" if is_switch or default in (None, "") else f"`{default}`"
     meaning = options.get("help", "")
     if "choices" in options:
         meaning += f"{'; ' * bool(meaning)}one of {', '.join(f'`{x}`' for x in options['choices'])}"

@@ -28,7 +28,14 @@ def main(argv: list[str]) -> None:
         if pin is None:
             raise ValueError(f"{file} has no line torch==VERSION; give requirements.txt")
         pinned = pin[1]
-        print("\n".join(constraints(distributions(), pinned)))
+        lines = constraints(distributions(), pinned)
+        print("\n".join(lines))
+        if snapshot := next((line for line in lines if re.match(r"torch==[\d.]+a\d", line)), None):
+            print(
+                f"note: {snapshot} is a snapshot from before the release; the tests that end the "
+                "build show whether it has what is needed",
+                file=sys.stderr,
+            )
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -118,7 +118,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         ValueError: an unknown or unsupported flag, an invalid value, or values that contradict each
             other; the message has the remedy.
     """
-    given = with_preset(parse_flags(argv))
+    given = with_preset(parse_flags(argv))  # a preset's flags are checked as if given
     for name, other in REQUIRED_FLAGS.items():
         if name in given and other not in given:
             raise ValueError(f"{flag_of(name)} has no effect without {flag_of(other)}; give both")
@@ -132,7 +132,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         data_path=tuple(values["data_path"]),
         vocab_size=tokenizer_vocab_size(values),
     )
-    sizes = values["hierarchical_context_parallel_sizes"]
+    sizes = values["hierarchical_context_parallel_sizes"]  # a list, which is not hashable
     parallel = _take(
         ParallelConfig, values, hierarchical_context_parallel_sizes=sizes and tuple(sizes)
     )
@@ -183,6 +183,7 @@ def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
         for refused in (name, f"{name} {value or following}"):
             if refused in NOT_YET:
                 raise ValueError(f"{refused} is not supported: {NOT_YET[refused]}")
+    # Not parse_args, whose message about unknown flags has no suggestion.
     given, unknown = parser().parse_known_args(_with_negative_values(argv))
     if unknown:
         raise ValueError(_unknown(unknown, argv))
@@ -220,7 +221,8 @@ def parser() -> argparse.ArgumentParser:
         for name, options in flags:
             text, default = options.get("help", ""), options["default"]
             if default is not None and not isinstance(default, bool) and default != ():
-                text = f"{text} (default: {default})"
+                shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+                text = f"{text} (default: {shown})"
             # Suppressed, so that a flag that is given can be told from its default.
             group.add_argument(name, **options | {"default": argparse.SUPPRESS, "help": text})
     return built
@@ -263,11 +265,13 @@ def _memory(values: Values, model: ModelConfig) -> MemoryConfig:
 
 def _batch(values: Values, parallel: ParallelConfig, world_size: int) -> BatchConfig:
     model_ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    # With too few ranks the data-parallel size would be 0: validate() reports that.
     one_pass = values["micro_batch_size"] * max(1, world_size // model_ranks)
     return _take(BatchConfig, values, global_batch_size=values["global_batch_size"] or one_pass)
 
 
 def _logging(values: Values) -> LoggingConfig:
+    # Checked here because the sink opens after the model is built, minutes later.
     project = values["wandb_project"]
     if project and importlib.util.find_spec("wandb") is None:
         raise ValueError(
@@ -296,9 +300,10 @@ def timeout_minutes(
 
 
 def _distributed(values: Values, timeout: float) -> DistributedConfig:
-    default = device.default_backend()
-    backend = values["distributed_backend"] or default
-    if backend == "nccl" != default:
+    backend = values["distributed_backend"]
+    if backend != "gloo":  # whether there are usable GPUs does not matter to gloo
+        backend = device.default_backend()
+    if values["distributed_backend"] == "nccl" != backend:
         raise ValueError(
             "--distributed-backend nccl needs GPUs, and this machine has none; use gloo"
         )
@@ -325,6 +330,7 @@ def _with_negative_values(argv: Sequence[str]) -> list[str]:
 def _unknown(tokens: Sequence[str], argv: Sequence[str]) -> str:
     known = [name for group in FLAGS.values() for name, _ in group] + list(NOT_YET)
     names = [token.partition("=")[0] for token in tokens if token.startswith("--")]
+    # No flag is unknown, so a value is left over.
     if not names:
         for before, token in itertools.pairwise(argv):
             if token == tokens[0] and before in SWITCHES:

@@ -33,6 +33,7 @@ _SEARCHED_IN_STREAMED_LAYERS = (
 """Further such fields, of streamed layers; refused without ``--recompute-granularity``."""
 
 _REPLACED_FLAGS = {
+    # Refused without --recompute-granularity, which the search may remove.
     "--recompute-method",
     *map(flag_of, (*_SEARCHED, *_SEARCHED_IN_STREAMED_LAYERS)),
 }
@@ -58,6 +59,7 @@ def training_flags(given: Sequence[str], config: RunConfig) -> list[str]:
     kept, is_replaced = [], False
     for word in given:
         if word.startswith("--"):
+            # The words up to the next flag are its values and go with it.
             is_replaced = word.partition("=")[0] in _REPLACED_FLAGS
         if not is_replaced:
             kept.append(word)
@@ -72,6 +74,7 @@ def training_flags(given: Sequence[str], config: RunConfig) -> list[str]:
 def launch_command(flags: Sequence[str], machine: Machine) -> str:
     """The shell command that starts training with ``flags``; run it on each node of ``machine``."""
     ranks = f"torchrun --nproc-per-node {machine.gpus_per_node}"
+    # Variables are expanded by each node's own shell, so one command serves all nodes.
     if machine.nodes > 1:
         ranks += (
             f' --nnodes {machine.nodes} --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"'

@@ -31,12 +31,14 @@ def derived_sizes(values: Values) -> dict[str, Any]:
     if values["kv_channels"] is None and m % h:
         raise ValueError(
             f"--hidden-size {m} is not a multiple of --num-attention-heads {h}; "
-            f"give --kv-channels, such as {max(2, m // h // 2 * 2)}"
+            f"give --kv-channels, such as {max(2, m // h // 2 * 2)}"  # even, for rotary pairs
         )
     return {
         "kv_channels": values["kv_channels"] or m // h,
         "ffn_hidden_size": values["ffn_hidden_size"] or _mlp_width(values),
+        # The flag's default, 1, counts with the switch only.
         "num_query_groups": values["num_query_groups"] if values["group_query_attention"] else h,
+        # Megatron requires the flag. Rotary embedding needs no maximum.
         "max_position_embeddings": max_positions or values["seq_length"],
         "vocab_size": 0,  # replaced by model_vocab_size(), which reads the tokenizer
     }
@@ -78,6 +80,7 @@ def model_vocab_size(values: Values, data: DataConfig, stored: int | None) -> in
     Raises:
         ValueError: the tokenizer cannot be loaded, or has more tokens than there are rows.
     """
+    # Quiet: the run builds it again for its data, and logs then.
     num_tokens = build_tokenizer(
         data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size, quiet=True
     ).vocab_size
@@ -133,6 +136,7 @@ def replace_scaling(preset: Values, given: Values) -> dict[str, Any]:
     kept = dict(preset)
     if kinds and kinds != _kinds(preset):
         others = ("position_embedding_type", "rotary_seq_len_interpolation_factor")
+        # What is left of the preset's scaling would be a second one, which is refused.
         for name in preset:
             if name in others or name.startswith("yarn_") or "rope_scaling" in name:
                 del kept[name]
@@ -191,9 +195,10 @@ def _yarn(given: Values) -> dict[str, Any]:
         "beta_slow": "yarn_beta_slow",
         "truncate": "yarn_correction_range_round_to_int",
     }.items():
+        # Others keep the defaults of RotaryConfig, which are those of the YaRN paper.
         if name in given:
             fields[field] = given[name]
     if "yarn_mscale" in given:
-        mscale = given["yarn_mscale"], given["yarn_mscale_all_dim"]
+        mscale = given["yarn_mscale"], given["yarn_mscale_all_dim"]  # REQUIRED_FLAGS: both or none
         fields["attention_factor"] = yarn_attention_factor(factor, *mscale)
     return fields

@@ -93,7 +93,7 @@ def preset(value: str) -> str:
     names = preset_names()
     if value in names:
         return value
-    close = difflib.get_close_matches(value.lower(), names, n=1)
+    close = difflib.get_close_matches(value.lower(), names, n=1)  # all names are lower case
     hint = f"; did you mean {close[0]}?" if close else ""
     raise argparse.ArgumentTypeError(f"{value!r} is not one of {', '.join(names)}{hint}")
 
@@ -111,6 +111,7 @@ def window(value: str) -> int | None:
         raise argparse.ArgumentTypeError(
             f"{value!r} is not LEFT,0: a query attends to LEFT tokens before it, none after it"
         )
+    # -1 is Megatron's word for no limit, and no number of tokens.
     has_unit = left.strip()[-1:].isalpha() and left.strip()[:1].isdigit()
     return (tokens(left) if has_unit else integer(-1, LARGEST - 1)(left)) + 1 or None
 

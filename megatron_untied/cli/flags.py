@@ -75,6 +75,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         flag("--num-attention-heads", count, help="query heads"),
         switch("--group-query-attention", "let several query heads share a key-value head"),
+        # Megatron's default. Without the switch every query head has its own key-value head.
         flag("--num-query-groups", count, 1, help="key-value heads, with --group-query-attention"),
         flag("--kv-channels", count, help="width of a head (hidden size / number of heads)"),
         flag(
@@ -153,6 +154,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             0.02,
             help="standard deviation of the initial weights",
         ),
+        # Accepted at 0, so that command lines written for Megatron parse.
         flag(
             "--hidden-dropout",
             real(0.0, 1.0),
@@ -204,7 +206,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--distributed-backend", choices=["nccl", "gloo"], help="nccl with GPUs, otherwise gloo"
         ),
         flag(
-            "--distributed-timeout-minutes",
+            "--distributed-timeout-minutes",  # limits: arguments.py, where a step's time is known
             amount,
             help="timeout of a collective (10, or longer if a step is at 200 TFLOP/s per GPU)",
         ),
@@ -231,7 +233,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag(
             "--sequence-tile-size",
             tokens,
-            8192,
+            8192,  # smaller tiles save little memory and leave a GPU idle
             metavar="T",
             help="tokens per tile of a streamed layer",
         ),
@@ -302,7 +304,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         flag(
             "--split",
-            default="969,30,1",
+            default="969,30,1",  # Megatron's
             help="proportions of training, validation and test documents",
         ),
         flag(
@@ -416,7 +418,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         switch("--profile", "trace steps with PyTorch's profiler, into --tensorboard-dir"),
         flag("--profile-step-start", index, 10, help="steps before the first traced one"),
         flag("--profile-step-end", count, 12, help="the last step to trace"),
-        flag("--profile-ranks", index, (0,), nargs="+", metavar="R", help="ranks to trace (0)"),
+        flag("--profile-ranks", index, (0,), nargs="+", metavar="R", help="ranks to trace"),
         switch(
             "--use-pytorch-profiler",
             "the profiler of --profile; always on, accepted for compatibility",

@@ -118,7 +118,7 @@ def complete(training: Sequence[str]) -> list[str]:
     given = parse_flags(training)
     words = [word for name, flag in ASSUMED_FLAGS.items() if name not in given for word in flag]
     if "data_path" not in given and "mock_data" not in given:
-        words.append("--mock-data")
+        words.append("--mock-data")  # token files need not be on this machine
     null = given.get("tokenizer_type", "NullTokenizer") == "NullTokenizer"
     if null and not given.keys() & {"vocab_size", "model"}:
         vocab_size = ASSUMED_VOCAB_SIZE
@@ -195,6 +195,7 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(sorted(read_gpus()))}, or any name ({DEFAULT_GPU})",
     )
     for flag, (_, unit, described) in _GPU_FLAGS.items():
+        # Less than the reserve would leave nothing to plan with.
         least = DEVICE_RESERVE_GIB + 1.0 if flag == _MEMORY else 0.001
         number = unit.split()[0]
         group.add_argument(
@@ -219,6 +220,7 @@ def machine_of(own: argparse.Namespace) -> Machine:
         for flag, (field, _, _) in _GPU_FLAGS.items()
         if getattr(own, value_name(flag)) is not None
     }
+    # An unknown name is never planned as another GPU: its rates have to be given.
     listed = read_gpus().get(own.gpu)
     gpu = _described(own, given) if listed is None else _changed(listed, given)
     return Machine(
@@ -236,7 +238,7 @@ def _changed(listed: Gpu, given: dict[str, float]) -> Gpu:
     changes = [
         f"{value:g} {units[field]}"
         for field, value in given.items()
-        if value != getattr(listed, field)
+        if value != getattr(listed, field)  # repeated values leave the title as it is
     ]
     if not changes:
         return listed
@@ -255,6 +257,7 @@ def _described(own: argparse.Namespace, given: dict[str, float]) -> Gpu:
             f"GPU, describe it: {' '.join(missing)} missing"
         )
     link, assumed = given["pcie_gb_per_second"], []
+    # Cards without NVLink reach each other over PCIe.
     if "nvlink_gb_per_second" not in given and own.gpus_per_node > 1:
         assumed.append(f"{link:g} GB/s to other GPUs of the node, as to the host ({_NODE_LINK})")
     links = {"nvlink_gb_per_second": link, "network_gb_per_second": link}  # one node has no network

@@ -90,6 +90,7 @@ def _tensor_parallel(config: RunConfig) -> Iterator[str]:
             "--sequence-parallel shards tokens over tensor-parallel ranks, but there is only 1; "
             "leave it out, or give --tensor-model-parallel-size 2"
         )
+    # megatron-core asserts the same when it builds a layer, without the flags' names.
     for name, size in (
         ("num-attention-heads", model.num_attention_heads),
         ("num-query-groups", model.num_query_groups),
@@ -112,7 +113,7 @@ def _hierarchical_sizes(parallel: ParallelConfig) -> Iterator[str]:
             )
         return
     if sizes is None:
-        num_ulysses = _divisor(p, max(1, p // 2))
+        num_ulysses = _divisor(p, max(1, p // 2))  # the largest group that leaves a ring
         yield (
             "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A P, a ring of P "
             f"groups of A ranks, such as {num_ulysses} {p // num_ulysses}"
@@ -135,6 +136,7 @@ def _context_parallel(config: RunConfig) -> Iterator[str]:
     p = parallel.context_parallel_size
     t = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     layout = SequenceLayout.of(parallel)
+    # A rank's tokens are cut once more by sequence parallelism, whose collectives need equal parts.
     divisor = math.lcm(layout.divisor, p * t)
     if s % divisor:
         over = f"{p} context-parallel" + (f" x {t} sequence-parallel" if t > 1 else "")
@@ -191,7 +193,7 @@ def _sharding(config: RunConfig) -> Iterator[str]:
 def _batch(config: RunConfig, world_size: int) -> Iterator[str]:
     batch, parallel = config.batch, config.parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    data_parallel_size = max(1, world_size // model_ranks)
+    data_parallel_size = max(1, world_size // model_ranks)  # too few ranks: see _ranks
     one_pass = batch.micro_batch_size * data_parallel_size
     if batch.global_batch_size % one_pass:
         yield (
@@ -199,6 +201,7 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[str]:
             f"--micro-batch-size {batch.micro_batch_size} x {data_parallel_size} data-parallel "
             f"ranks; use {_multiple(batch.global_batch_size, one_pass)}"
         )
+    # Rotary embedding works at any length: the limit guards against one by mistake.
     if batch.seq_length > config.model.max_position_embeddings:
         yield (
             f"--seq-length {batch.seq_length} is above --max-position-embeddings "
@@ -210,7 +213,7 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[str]:
 def _optimizer(config: RunConfig) -> Iterator[str]:
     optimization, lr = config.optimization, config.schedule.lr
     for name, beta in (("1", optimization.adam_beta1), ("2", optimization.adam_beta2)):
-        if beta >= 1:
+        if beta >= 1:  # the bias correction divides by 1 - beta^step
             yield f"--adam-beta{name} {beta} must be below 1, such as 0.9"
     # AdamW multiplies weights by 1 - lr * weight_decay.
     if lr * optimization.weight_decay >= 1:
@@ -222,9 +225,9 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
 
 def _schedule(schedule: ScheduleConfig) -> Iterator[str]:
     for name, value in (("min-lr", schedule.min_lr), ("lr-warmup-init", schedule.lr_warmup_init)):
-        if value > schedule.lr:
+        if value > schedule.lr:  # a decay or a warmup would go the other way
             yield f"--{name} {value} is above --lr {schedule.lr}; use {schedule.lr / 10}"
-    if schedule.lr_warmup_iters >= schedule.lr_decay_iters:
+    if schedule.lr_warmup_iters >= schedule.lr_decay_iters:  # megatron-core asserts it
         yield (
             f"--lr-warmup-iters {schedule.lr_warmup_iters} is not below --lr-decay-iters "
             f"{schedule.lr_decay_iters} (default: --train-iters); "
@@ -247,6 +250,7 @@ def _schedule_of_checkpoint(checkpoint: CheckpointConfig) -> Iterator[str]:
     if not checkpoint.use_checkpoint_opt_param_scheduler:
         return
     flag = "--use-checkpoint-opt_param-scheduler"
+    # megatron-core's scheduler asserts this when it is built, after the model.
     if checkpoint.override_opt_param_scheduler:
         yield f"{flag} and --override-opt_param-scheduler cannot be combined; give one of them"
     if checkpoint.finetune or not checkpoint.load_optim:

@@ -17,6 +17,6 @@ def documentation(text: str) -> str:
         text: a module's docstring, whose examples start with ``python tools/NAME.py``.
     """
     program = Path(sys.argv[0]).name
-    if not program.startswith("megatron-untied-"):
+    if not program.startswith("megatron-untied-"):  # a script, which the examples name
         return text
     return re.sub(r"python (tools|benchmarks)/\w+\.py", program, text)

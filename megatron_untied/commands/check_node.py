@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     needed, found = needs_of(plan, on_cpus=on_cpus), this_node()
     print("\n".join(table(needed, found)))
     errors = list(shortfalls(needed, found))
+    # After the table, so that a log has the amounts above the errors.
     print("\n".join(errors), end="\n" * bool(errors), file=sys.stderr)
     return 1 if errors else 0
 
@@ -102,7 +103,7 @@ def needs_of(plan: Plan, *, on_cpus: bool) -> Node:
         gpus=ranks,
         gpu_memory_gib=peak + DEVICE_RESERVE_GIB,
         host_memory_gib=ranks * (host + HOST_RESERVE_GIB),
-        pinned_gib=host - loader,
+        pinned_gib=host - loader,  # workers' samples are in shared memory instead
         shared_memory_gib=ranks * loader + SHARED_RESERVE_GIB,
     )
 
@@ -140,6 +141,7 @@ def this_node() -> Node:
         gpu_memory_gib=min(sizes, default=0) / GIB,
         host_memory_gib=device.host_memory_bytes() / GIB,
         pinned_gib=pinned_limit_bytes(Path("/")) / GIB,
+        # Not f_bfree, which counts what is reserved for root.
         shared_memory_gib=shared.f_bavail * shared.f_frsize / GIB,
     )
 

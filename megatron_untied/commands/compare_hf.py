@@ -105,8 +105,9 @@ def text_tokens(args: argparse.Namespace, vocab_size: int) -> Tensor:
 @torch.no_grad()
 def by_transformers(folder: Path, tokens: Tensor) -> tuple[float, Losses]:
     """The largest logit's magnitude, and the losses."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM  # seconds to import, and not for --help
 
+    # fp32 whatever the folder has: two roundings to bf16 would hide a real difference.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model, tokens = model.to(device.select_device(0)), tokens.to(device.select_device(0))
     answer = model(input_ids=tokens, labels=tokens)
@@ -120,6 +121,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """[s, v] and [s] -> [s] fp64."""
     return torch.cat(
         [
+            # 256 tokens at a time: fp64 logits of all of them would be 8 s v bytes.
             F.cross_entropy(some.double(), wanted, reduction="none")
             for some, wanted in zip(logits.split(256), labels.split(256), strict=True)
         ]
@@ -133,13 +135,14 @@ def by_us(folder: Path, source: Import, tokens: Tensor, num_ranks: int) -> Losse
         *("--seq-length", str(tokens.size(1) - 1), "--context-parallel-size", str(num_ranks)),
         *("--mock-data", "--tokenizer-type", "NullTokenizer"),
         *("--vocab-size", str(source.model.vocab_size - 1)),  # and an end of document
+        # Required of a training run, and not used here.
         *("--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"),
     ]
     if tokens.size(1) > source.model.max_position_embeddings:
         flags += ["--max-position-embeddings", str(tokens.size(1))]
     parse_arguments(flags, world_size=num_ranks)  # a mistake is one message, before ranks start
     if num_ranks == 1:
-        _rank(0, 1, folder, flags, tokens)
+        _rank(0, 1, folder, flags, tokens)  # in this process, whose errors keep their traceback
     else:
         multiprocessing.spawn(_rank, (num_ranks, folder, flags, tokens), nprocs=num_ranks)
     parts = [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
@@ -153,11 +156,11 @@ def by_us(folder: Path, source: Import, tokens: Tensor, num_ranks: int) -> Losse
 def _rank(rank: int, num_ranks: int, folder: Path, flags: list[str], tokens: Tensor) -> None:
     """One rank: load the checkpoint, write the losses of its tokens and its part of the mean."""
     config = parse_arguments(flags, world_size=num_ranks)
+    # In the temporary folder, so that no port can be taken.
     store = dist.FileStore(str(folder / "store"), num_ranks)
     launch = Launch(rank=rank, world_size=num_ranks, local_rank=rank)
     groups = initialize(config, launch, store)
     here = device.current_device()
-    kernel = attention_kernel(config.model, config.precision, config.attention_backend)
     with here:
         model = build_model(
             config.model,
@@ -165,7 +168,7 @@ def _rank(rank: int, num_ranks: int, folder: Path, flags: list[str], tokens: Ten
             config.memory,
             config.precision,
             groups,
-            runtime=Runtime(kernel=kernel),
+            runtime=Runtime(kernel=attention_kernel(config)),
         ).eval()
     state = CheckpointState(
         model_config=config.model,
@@ -178,6 +181,7 @@ def _rank(rank: int, num_ranks: int, folder: Path, flags: list[str], tokens: Ten
     inputs, labels = layout.shard(tokens[:, :-1]), layout.shard(tokens[:, 1:])
     weights = torch.full(labels.shape, 1 / (tokens.numel() - 1), device=here)
     loss = model(inputs, labels=labels, token_weights=weights)
+    # A second forward, without labels. The softmax excludes the padding of the vocabulary.
     logits = model(inputs)[0, :, : config.model.vocab_size]
     torch.save((cross_entropy(logits, labels[0]).cpu(), loss.cpu()), folder / f"{rank}.pt")
     from megatron.core import parallel_state  # not before megatron_untied, which ruff would sort

@@ -70,7 +70,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def hf_to_megatron(args: argparse.Namespace) -> None:
     """Convert a Hugging Face folder."""
-    source = Import.open(args.hf_path, DTYPES.get(args.dtype))
+    source = Import.open(args.hf_path, DTYPES.get(args.dtype))  # None keeps the dtypes
     with progress_bar("importing", source.num_bytes) as advance:
         copied = source.write(args.save, advance)
     print(f"{args.save}: {source.num_bytes:,} bytes; {describe(copied)}")
@@ -82,6 +82,7 @@ def megatron_to_hf(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-shard-gb {args.max_shard_gb} must be above 0, such as 5")
     source = Export.open(args.load, args.ckpt_step, DTYPES.get(args.dtype))
     with progress_bar("exporting", source.num_bytes) as advance:
+        # GB of 10^9 bytes, as in Hugging Face's max_shard_size.
         copied = source.write(args.hf_path, advance, max_shard_bytes=int(args.max_shard_gb * 10**9))
     dtype = source.config["torch_dtype"]
     print(f"{args.hf_path}: {source.num_bytes:,} bytes, {dtype}; {describe(copied)}")

@@ -28,7 +28,7 @@ from megatron_untied.planner import buffer_table
 from megatron_untied.planner.baselines import METHODS, Setting
 from megatron_untied.planner.longest_context import LongestContext, limit_of, longest_context
 from megatron_untied.planner.machine import GIB
-from megatron_untied.planner.plan import Plan, longest
+from megatron_untied.planner.plan import Plan, longest, peak_bytes
 from megatron_untied.planner.report import as_json, print_line, print_plan
 from megatron_untied.planner.search import candidates, choose, describe, is_automatic, search
 
@@ -57,11 +57,13 @@ def answer(request: PlanRequest) -> int:
         ValueError: a sequence that the attention kernel cannot index, or flags that are not valid.
     """
     only_json = request.json == "-"
+    # Programs read stdout, so nothing but the JSON may be there.
     console = Console(quiet=only_json, highlight=False)
     best = None
     if request.max_context:
         configs = [request.config, *request.other_ranks]
         best = longest_context([Plan(config, request.machine) for config in configs])
+    # A length that was only assumed has a plan too, which the longest one replaces.
     plan, is_chosen = plan_of(request)
     if best is not None and request.assumed_length:
         plan = best.plan
@@ -96,7 +98,7 @@ def plan_of(request: PlanRequest) -> tuple[Plan, bool]:
     except ValueError:
         # Nothing fits: the plan with the smallest peak shows how much is missing.
         plans = (Plan(candidate, machine) for candidate in candidates(config, machine))
-        return min(plans, key=lambda plan: plan.peak.num_bytes), False
+        return min(plans, key=peak_bytes), False
 
 
 def suggest(plan: Plan, console: Console) -> list[str] | None:
@@ -106,6 +108,7 @@ def suggest(plan: Plan, console: Console) -> list[str] | None:
         print_line(console, "no flags make it fit: use more ranks or a shorter sequence")
         return None
     flags, better = found
+    # describe() begins with the settings, which are in the flags already.
     print_line(console, f"would fit with {' '.join(flags)}: {describe(better).partition(' | ')[2]}")
     print_line(console, f"and then takes {better.time.seconds:,.1f} s a step")
     return flags
@@ -156,6 +159,7 @@ def report_methods(plan: Plan, console: Console) -> dict[str, float]:
     setting = Setting(
         model=config.model,
         seq_length=config.batch.seq_length,
+        # They have no tensor parallelism: all ranks exchange heads.
         num_ulysses=geometry.num_ulysses * geometry.num_tensor,
         num_ring=geometry.num_ring,
     )
@@ -177,7 +181,7 @@ def write(request: PlanRequest, found: dict, plan: Plan) -> None:
         # A second of start-up that most plans need not pay.
         import matplotlib
 
-        matplotlib.use("Agg")
+        matplotlib.use("Agg")  # before pyplot: nodes have no display
         from megatron_untied.planner.plot import draw
 
         with output_named("--plot", request.plot):

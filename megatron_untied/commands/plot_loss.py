@@ -10,7 +10,7 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")
+matplotlib.use("Agg")  # before pyplot: nodes have no display
 
 from matplotlib import pyplot
 
@@ -22,6 +22,7 @@ Curve = tuple[list[int], list[float]]
 
 def curve(lines: list[dict], key: str) -> Curve:
     """Iterations and values of one metric; what was not finite is left out."""
+    # null stands for nan and infinity; evaluations have lines of their own, with other keys.
     points = [(line["iteration"], line[key]) for line in lines if line.get(key) is not None]
     return [iteration for iteration, _ in points], [value for _, value in points]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")
+matplotlib.use("Agg")  # before pyplot: nodes have no display
 
 from matplotlib import pyplot
 
@@ -57,6 +57,7 @@ def draw(schedule: HeadSchedule):
                 va="center",
                 fontsize="small",
             )
+    # Rank 0 is at the top, as the first row of a table.
     axes.set(xlim=(0, num_chunks), ylim=(num_ranks, 0), xlabel="chunk", ylabel="rank")
     axes.set_xticks([chunk + 0.5 for chunk in range(num_chunks)], range(num_chunks))
     axes.set_yticks([rank + 0.5 for rank in range(num_ranks)], range(num_ranks))

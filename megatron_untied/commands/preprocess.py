@@ -61,12 +61,13 @@ class Terminated(KeyboardInterrupt):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the tool; ends with one line and exit code 1 for what the user can mend."""
     args = parse_arguments(arguments)
+    # Restored at the end: a program that calls main() has a handler of its own.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         preprocess(args)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         sys.exit(f"error: {error}")
-    except Terminated:
+    except Terminated:  # before its base class
         print("terminated", file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)
     except KeyboardInterrupt:
@@ -176,7 +177,7 @@ def write(
             begin = load_finished_part(args.output_prefix, writers, files, provenance)
             print(f"resuming after {begin}")
         documents = read_documents(files, args.json_keys, replace=bad_lines.replace, after=begin)
-        with progress_bar(total_bytes(files)) as advance:
+        with progress_bar(total_bytes(files)) as advance:  # compressed bytes, which are known
             for document in encode_in_order(
                 documents, encoder, num_workers=args.workers, advance=advance
             ):
@@ -188,9 +189,9 @@ def write(
         for writer in writers.values():
             writer.finish()
         for writer in writers.values():
-            writer.publish()
+            writer.publish()  # none before all are complete: no mixture of old and new files
         remove_finished_part(args.output_prefix, writers)
-    except BaseException:
+    except BaseException:  # Ctrl-C too
         if finished:
             keep(args.output_prefix, writers, files, finished, provenance)
         raise
@@ -213,11 +214,12 @@ def keep(
     place, all_counts = finished
     try:
         for writer, counts in zip(writers.values(), all_counts, strict=True):
-            writer.roll_back(counts)
+            writer.roll_back(counts)  # to the last document that every file has
         if not any(counts.num_documents for counts in all_counts):
             return
         save_finished_part(output_prefix, writers, files, place, provenance)
     except OSError as error:
+        # Only a line: the error that ended the run follows, and is the one to mend.
         print(f"the finished part could not be kept: {error}", file=sys.stderr)
         return
     names = ", ".join(f"{writer.prefix}{INCOMPLETE}" for writer in writers.values())

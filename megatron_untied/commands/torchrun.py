@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: that of the first rank that failed, or 128 + the number of a signal.
     """
-    parser = torchrun.get_args_parser()
+    parser = torchrun.get_args_parser()  # torchrun's own, so that no flag is missing
     parser.description, parser.formatter_class = documentation(__doc__), RawDescriptionHelpFormatter
     args = parser.parse_args(argv)
     try:
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, failure = error.get_first_failure()
         signaled = f" ({failure.signal_name()})" if failure.exitcode < 0 else ""
         print(f"rank {rank} ended with status {failure.exitcode}{signaled}", file=sys.stderr)
+        # Negative: minus the number of a signal, which shells report as 128 + number.
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         print(f"all ranks of this node ended after {error.sigval.name}", file=sys.stderr)
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def require_rendezvous_host(args: Namespace) -> None:
     """Raise ``ValueError`` if the rendezvous host does not resolve."""
+    # HOST:PORT, or HOST alone. Without an endpoint torchrun takes the master's address.
     endpoint = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
     host, setting = (endpoint, "--rdzv-endpoint") if endpoint else (args.master_addr, "MASTER_ADDR")
     require_resolvable(host, setting, warn=lambda line: print(line, file=sys.stderr))

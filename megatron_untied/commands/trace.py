@@ -21,7 +21,7 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")
+matplotlib.use("Agg")  # before pyplot: nodes have no display
 
 from matplotlib import pyplot
 from rich.console import Console
@@ -45,7 +45,7 @@ def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s --world-size N [these] FLAGS OF TRAINING",
         epilog="Flags of training: python pretrain_gpt.py --help",
-        allow_abbrev=False,
+        allow_abbrev=False,  # training flags must reach their own parser whole
     )
     parser.add_argument("--world-size", type=count, required=True, help="ranks of the run")
     parser.add_argument("--rank", type=int, default=0, help="the rank to trace (0)")
@@ -57,7 +57,7 @@ def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             f"--rank {own.rank} is not one of the {own.world_size} ranks: "
             f"use 0 to {own.world_size - 1}"
         )
-    for file in filter(None, (own.json, own.plot)):
+    for file in filter(None, (own.json, own.plot)):  # before minutes of tracing, not after them
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -90,7 +90,7 @@ def print_trace(trace: StepTrace, console: Console) -> None:
     alive = {
         category: [f"{num_bytes / GIB:.2f}"]
         for category, num_bytes in trace.peak.by_category.items()
-        if num_bytes >= trace.peak.num_bytes / 1000
+        if num_bytes >= trace.peak.num_bytes / 1000  # small ones would hide the others
     }
     title = f"Alive at the peak, in {trace.peak_phase}"
     print_table(console, title, "allocated for", ["GiB"], alive)
@@ -121,6 +121,7 @@ COLORS = {
     Phase.QKV_BACKWARD: "indianred",
     Phase.OPTIMIZER: "gray",
 }
+# In the colors of the forward that they repeat.
 HATCHED = {Phase.RECOMPUTE_ATTENTION, Phase.RECOMPUTE_MLP}
 
 
@@ -129,7 +130,7 @@ def draw(trace: StepTrace, title: str):
     figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
     labeled = set()
     for place, (phase, num_bytes) in enumerate(trace.timeline):
-        label = None if phase in labeled else phase
+        label = None if phase in labeled else phase  # every layer has a bar, the legend one line
         labeled.add(phase)
         hatch = "///" if phase in HATCHED else None
         axes.bar(place, num_bytes / GIB, 1, color=COLORS[phase], hatch=hatch, label=label)
@@ -146,6 +147,7 @@ def main() -> None:
     own, flags = parse_own(sys.argv[1:])
     console, began = Console(), time.perf_counter()
     with errors_in_one_line():
+        # As for a plan: the learning rate and the data do not change what is allocated.
         config = parse_arguments(complete(flags), world_size=own.world_size)
         if is_automatic(config):
             raise ValueError(

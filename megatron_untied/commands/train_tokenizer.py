@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bad_lines = BadLines(args.on_bad_line)
         sentences = sample(lines(args.input, bad_lines), args.input_sentence_size, args.seed)
         model = train_tokenizer(sentences, vocab_size=args.vocab_size)
+        # Renamed when complete: preprocessing must never read half a model.
         path.with_suffix(".partial").write_bytes(model)
         os.replace(path.with_suffix(".partial"), path)
     except (ValueError, OSError, ImportError) as error:
@@ -76,6 +77,7 @@ def sample(sentences: Iterable[str], size: int, seed: int) -> list[str]:
 
     SentencePiece can sample by itself, but not twice the same.
     """
+    # Reservoir sampling: one pass over a corpus of any size, with ``size`` lines in memory.
     random_numbers = random.Random(seed)
     kept = []
     for index, sentence in enumerate(sentences):
@@ -105,9 +107,9 @@ def train_tokenizer(sentences: Sequence[str], *, vocab_size: int) -> bytes:
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
-            split_digits=True,
+            split_digits=True,  # numbers are spelled digit by digit
             pad_id=-1,
-            max_sentence_length=16384,
+            max_sentence_length=16384,  # bytes; longer lines are dropped, at its default above 4192
             minloglevel=2,
         )
     except RuntimeError as error:

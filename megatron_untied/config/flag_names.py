@@ -12,9 +12,9 @@ IRREGULAR_FLAGS = {
     "exit_on_failed_save": "--no-exit-on-failed-save",
     "load_optim": "--no-load-optim",
     "load_rng": "--no-load-rng",
-    "override_opt_param_scheduler": "--override-opt_param-scheduler",
+    "override_opt_param_scheduler": "--override-opt_param-scheduler",  # Megatron mixes _ and -
     "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
-    "add_bias_linear": "--disable-bias-linear",
+    "add_bias_linear": "--disable-bias-linear",  # the flag is the negation
     "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
     "rotary.base": "--rotary-base",
     "rotary.percent": "--rotary-percent",

@@ -49,7 +49,7 @@ class ModelConfig:
     """Head width; may differ from hidden_size / num_attention_heads."""
     vocab_size: int
     """Rows of the embedding before padding. The softmax of the loss excludes the padding."""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: int = 128  # odd row counts slow matrix products down
     max_position_embeddings: int  # a limit on s; rotary embedding has no weights for it
     swiglu: bool = True
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
@@ -59,7 +59,7 @@ class ModelConfig:
     qk_layernorm: bool = False
     untie_embeddings_and_output_weights: bool = True
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
-    window_size: int | None = None
+    window_size: int | None = None  # Megatron's flag does not count the query itself
     """Keys that a query attends to, including itself; None is no limit."""
     init_method_std: float = 0.02
 

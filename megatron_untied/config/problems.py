@@ -27,6 +27,7 @@ def model_problems(model: ModelConfig, name: Name = flag_of) -> Iterator[str]:
         model: the architecture.
         name: the user's name for a field: its flag, or its key in a file.
     """
+    # Annotations are strings where a module postpones their evaluation.
     sizes = {f.name: getattr(model, f.name) for f in fields(model) if f.type in (int, "int")}
     wrong = [field for field, size in sizes.items() if size < 1]
     for field in wrong:
@@ -59,10 +60,11 @@ def _rotary(model: ModelConfig, name: Name) -> Iterator[str]:
         yield f"{percent} is outside (0, 1]; use 1.0 to rotate whole heads"
     elif rotary.percent == 1 and d % 2:
         yield f"{name('kv_channels')} {d} is odd; channels are rotated in pairs; use {d + 1}"
+    # Rounded down, as megatron-core does it.
     elif int(d * rotary.percent) % 2 or not int(d * rotary.percent):
         yield (
             f"{percent} rotates {int(d * rotary.percent)} of {d} channels of a head; "
             "channels are rotated in pairs, so use a percentage that gives an even number"
         )
-    if not rotary.base > 1:
+    if not rotary.base > 1:  # at 1 all pairs would turn alike
         yield f"{name('rotary_base')} {rotary.base} must be above 1, such as 10000"

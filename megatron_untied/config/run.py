@@ -16,6 +16,7 @@ AttentionBackend = Literal[
     "flash",
     "fused",
     "local",
+    "flash-attention-4",
     "flash-attention-3",
     "flash-attention-2",
     "torch-flash",

@@ -4,17 +4,13 @@ Plans are integers, made from the head schedule, and their fields are the only n
 have. A :class:`.workspace.Workspace` holds the memory.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
 
 import torch
 
-from megatron_untied.context_parallel.head_schedule import (
-    ChunkAssignment,
-    HeadSchedule,
-    KernelCall,
-)
+from megatron_untied.context_parallel.head_schedule import ChunkAssignment, HeadSchedule
 from megatron_untied.dtypes import accumulation_dtype
 from megatron_untied.phases import MemoryCategory
 
@@ -28,43 +24,32 @@ class Buffer:
     """
 
     name: str
-    memory: str
     numel: int
     dtype: torch.dtype
+    memory: str = ""
+    """Named after the buffer that owns it; by default its own."""
     because: str = ""
     category: MemoryCategory = MemoryCategory.CHUNKS
+    num_bytes: int = field(init=False)
+    """Of this use alone."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Of this use alone."""
-        return self.numel * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", self.memory or self.name)
+        object.__setattr__(self, "num_bytes", self.numel * self.dtype.itemsize)
 
     def lend(self, name: str, numel: int, *, because: str) -> "Buffer":
         """Another use of the same memory."""
         return replace(self, name=name, numel=numel, because=because)
 
 
-@dataclass(frozen=True, slots=True)
-class PerChunk:
-    """Buffers that chunks use in turn: ``[j]`` is that of chunk j.
-
-    One, or with overlap two, as a chunk arrives while the one before it is in use.
-    """
-
-    turns: tuple[Buffer, ...]
-
-    def __getitem__(self, j: int) -> Buffer:
-        return self.turns[j % len(self.turns)]
-
-    def __len__(self) -> int:
-        return len(self.turns)
-
-    def __iter__(self) -> Iterator[Buffer]:
-        return iter(self.turns)
-
-
 Pair = tuple[Buffer, Buffer]
 """One of keys or dK, one of values or dV."""
+
+PerChunk = tuple[Buffer, ...]
+"""``[j]`` is the buffer of chunk j: one for all, or with overlap two in turn.
+
+A chunk arrives while the one before it is in use.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,68 +64,58 @@ class Sizes:
     d: int
     dtype: torch.dtype
     num_ring: int = 1
+    num_ulysses: int = field(init=False)
+    """Ranks that trade tokens for heads (a)."""
+    tokens: int = field(init=False)
+    """Of a head-sharded tensor: s/r = a * n."""
+    mine: tuple[ChunkAssignment, ...] = field(init=False)
+    """The heads of this rank, chunk by chunk."""
+    kv_loads: tuple[int, ...] = field(init=False)
+    """The most key-value heads that arrive together in each of the k, v buffers."""
+    sums_kv: bool = field(init=False)
+    """Whether the gradient of a key or value is a sum of several kernel calls."""
+    sum_dtype: torch.dtype = field(init=False)
+    """Of dK and dV before they are sent home: wide if they are sums, so no error adds up."""
 
-    @property
-    def num_ulysses(self) -> int:
-        """Ranks that trade tokens for heads (a)."""
-        return len(self.schedule.chunks[0])
+    def __post_init__(self) -> None:
+        num_ulysses = len(self.schedule.chunks[0])
+        mine = tuple(chunk[self.rank] for chunk in self.schedule.chunks)
+        loads = [0]  # the first pair of buffers is there even if it stays empty
+        for each in mine:
+            loads += [0] * (each.kv_buffer + 1 - len(loads))
+            if each.kv_to_load:
+                loads[each.kv_buffer] = max(loads[each.kv_buffer], len(each.kv_to_load))
+        uses_twice = sum(len(x.kv_heads) for x in mine) > sum(len(x.kv_to_load) for x in mine)
+        sums_kv = self.num_ring > 1 or uses_twice
+        computed = {
+            "num_ulysses": num_ulysses,
+            "tokens": num_ulysses * self.n,
+            "mine": mine,
+            "kv_loads": tuple(loads),
+            "sums_kv": sums_kv,
+            "sum_dtype": accumulation_dtype(self.dtype) if sums_kv else self.dtype,
+        }
+        for name, value in computed.items():
+            object.__setattr__(self, name, value)  # frozen
 
-    @property
-    def mine(self) -> list[ChunkAssignment]:
-        """The heads of this rank, chunk by chunk."""
-        return self.schedule.of_rank(self.rank)
+    def buffer(
+        self, name: str, tokens: int, heads: int, dtype: torch.dtype | None = None
+    ) -> Buffer:
+        """[tokens, b, heads, d], where ``tokens`` are this rank's own n or all s/r."""
+        return Buffer(name=name, numel=tokens * self.b * heads * self.d, dtype=dtype or self.dtype)
 
-    @property
-    def sums_kv(self) -> bool:
-        """Whether the gradient of a key or value is a sum of several kernel calls."""
-        return self.num_ring > 1 or self.schedule.kv_heads_in_many_chunks(self.rank)
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """Of dK and dV before they are sent home: wide if they are sums, so no error adds up."""
-        return accumulation_dtype(self.dtype) if self.sums_kv else self.dtype
+    def per_chunk(self, name: str, tokens: int, heads: Sequence[int]) -> PerChunk:
+        """[tokens, b, heads[j], d] for each chunk j, which use one or two memories in turn."""
+        num_turns = min(2, len(heads)) if self.schedule.overlap else 1
+        turns = [
+            self.buffer(f"{name}{i}" if self.schedule.overlap else name, tokens, most)
+            for i, most in enumerate(max(heads[i::num_turns]) for i in range(num_turns))
+        ]
+        return tuple(turns[j % num_turns] for j in range(len(heads)))
 
     def kv_sum_shape(self, heads: int) -> torch.Size:
         """Of sums of dK and dV of some heads, where a head is one piece: [2, heads, s/r, b, d]."""
-        return torch.Size((2, heads, self.num_ulysses * self.n, self.b, self.d))
-
-    def lse_shape(self, call: KernelCall) -> torch.Size:
-        """Of the log-sum-exps of one kernel call: [b, heads, s/r]."""
-        columns = call.query_columns
-        return torch.Size((self.b, columns.stop - columns.start, self.num_ulysses * self.n))
-
-    def sequence_sharded(self, name: str, heads: int, dtype: torch.dtype | None = None) -> Buffer:
-        """A flat buffer of n * b * heads * d elements."""
-        numel = self.n * self.b * heads * self.d
-        return Buffer(name=name, memory=name, numel=numel, dtype=dtype or self.dtype)
-
-    def head_sharded(self, name: str, heads: int, dtype: torch.dtype | None = None) -> Buffer:
-        """A buffer [s/r, b, heads, d]; s/r = a * n."""
-        return self.sequence_sharded(name, self.num_ulysses * heads, dtype)
-
-    def per_chunk(
-        self, heads: Callable[[tuple[ChunkAssignment, ...]], int]
-    ) -> Iterator[tuple[str, int]]:
-        """Which buffers chunks use in turn: a suffix, and the most ``heads`` of its chunks."""
-        counts = [heads(chunk) for chunk in self.schedule.chunks]
-        if not self.schedule.overlap:
-            return iter([("", max(counts))])
-        num_turns = min(2, len(counts))
-        return ((str(i), max(counts[i::num_turns])) for i in range(num_turns))
-
-    def of_query_heads(self, name: str, *, in_slots: bool = False) -> PerChunk:
-        """A chunk's query heads on this rank: [s/r, b, u/a, d].
-
-        ``in_slots``: one rank exchanges nothing and uses the slots of the whole tensor instead.
-        """
-        alone = in_slots and self.num_ulysses == 1
-        turns = self.per_chunk(lambda chunk: 0 if alone else len(chunk[self.rank].query_heads))
-        return PerChunk(tuple(self.head_sharded(name + i, heads) for i, heads in turns))
-
-    def of_all_query_heads(self, name: str) -> PerChunk:
-        """A chunk's query heads on all ranks, of this rank's tokens: flat, [n, b, u, d]."""
-        turns = self.per_chunk(lambda chunk: sum(len(each.query_heads) for each in chunk))
-        return PerChunk(tuple(self.sequence_sharded(name + i, heads) for i, heads in turns))
+        return torch.Size((2, heads, self.tokens, self.b, self.d))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +136,7 @@ class LoadBuffers:
         if sizes.num_ulysses == 1:  # nothing is sent: it is projected where it is used
             queries = loads = 0
         send_q, send_k, send_v = (
-            sizes.sequence_sharded(name, heads)
+            sizes.buffer(name, sizes.n, heads)
             for name, heads in (("send_q", queries), ("send_k", loads), ("send_v", loads))
         )
         if not sizes.schedule.overlap:
@@ -170,23 +145,17 @@ class LoadBuffers:
                 idle.lend(x.name, x.numel, because=because) for x in (send_q, send_k, send_v)
             )
         return cls(
-            q=sizes.of_query_heads("q"),
+            q=sizes.per_chunk("q", sizes.tokens, [len(each.query_heads) for each in sizes.mine]),
             kv=tuple(
-                (sizes.head_sharded(f"k{i}", heads), sizes.head_sharded(f"v{i}", heads))
-                for i, heads in enumerate(kv_loads(sizes))
+                (
+                    sizes.buffer(f"k{i}", sizes.tokens, heads),
+                    sizes.buffer(f"v{i}", sizes.tokens, heads),
+                )
+                for i, heads in enumerate(sizes.kv_loads)
             ),
             send_q=send_q,
             send_kv=(send_k, send_v),
         )
-
-
-def kv_loads(sizes: Sizes) -> list[int]:
-    """The most key-value heads that arrive together in each of the k, v buffers."""
-    used = {each.kv_buffer for each in sizes.mine if each.kv_to_load} or {0}
-    return [
-        max((len(each.kv_to_load) for each in sizes.mine if each.kv_buffer == i), default=0)
-        for i in range(max(used) + 1)
-    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +168,9 @@ class ForwardBuffers:
     @classmethod
     def plan(cls, sizes: Sizes) -> "ForwardBuffers":
         """Attention writes the output only after the chunk has arrived: until then it is idle."""
-        out = sizes.of_query_heads("out", in_slots=True)
+        # One rank exchanges nothing: its kernels write into the slots of O.
+        received = [len(x.query_heads) * (sizes.num_ulysses > 1) for x in sizes.mine]
+        out = sizes.per_chunk("out", sizes.tokens, received)
         return cls(load=LoadBuffers.plan(sizes, idle=out[0]), out=out)
 
 
@@ -211,29 +182,32 @@ class BackwardBuffers:
     out: PerChunk  # [s/r, b, u/a, d]
     d_out: PerChunk  # [s/r, b, u/a, d]
     dq: PerChunk  # [s/r, b, u/a, d]
+    dq_over_d_out: bool
+    """Whether dQ is written over dO."""
     kv_grads: "KvGradBuffers"
-
-    @property
-    def dq_over_d_out(self) -> bool:
-        """Whether dQ is written over dO."""
-        return self.dq[0].memory == self.d_out[0].memory
 
     @classmethod
     def plan(cls, sizes: Sizes, *, sums_on_host: bool = False) -> "BackwardBuffers":
         """``sums_on_host``: sums of dK and dV wait there between two kernels."""
-        d_out = sizes.of_query_heads("d_out", in_slots=True)
-        if sizes.schedule.overlap or sizes.num_ring > 1:
-            # The next dO arrives while this dQ leaves, or the next call of a ring reads dO again.
-            dq = sizes.of_query_heads("dq")
-        else:
+        heads = [len(each.query_heads) for each in sizes.mine]
+        # One rank exchanges nothing: its kernels read the slots of O and dO.
+        received = [count * (sizes.num_ulysses > 1) for count in heads]
+        d_out = sizes.per_chunk("d_out", sizes.tokens, received)
+        # With overlap the next dO arrives while this dQ leaves; the next call of a ring reads dO
+        # again.
+        dq_over_d_out = not sizes.schedule.overlap and sizes.num_ring == 1
+        if dq_over_d_out:
             because = "a kernel reads dO for the last time before it writes dQ"
-            dq = PerChunk(tuple(x.lend("dq", x.numel, because=because) for x in d_out))
+            dq = tuple(x.lend("dq", x.numel, because=because) for x in d_out)
+        else:
+            dq = sizes.per_chunk("dq", sizes.tokens, heads)
         kv_grads = KvGradBuffers.plan(sizes, d_out, sums_on_host=sums_on_host)
         return cls(
             load=LoadBuffers.plan(sizes, idle=kv_grads.scratch[0][0]),
-            out=sizes.of_query_heads("out", in_slots=True),
+            out=sizes.per_chunk("out", sizes.tokens, received),
             d_out=d_out,
             dq=dq,
+            dq_over_d_out=dq_over_d_out,
             kv_grads=kv_grads,
         )
 
@@ -259,29 +233,29 @@ class KvGradBuffers:
         heads = max(calls, default=0) if elsewhere or sizes.num_ring > 1 else int(sizes.sums_kv)
         names = "dk", "dv"
         first, second = (
-            tuple(sizes.head_sharded(name + suffix, count) for name in names)
+            tuple(sizes.buffer(name + suffix, sizes.tokens, count) for name in names)
+            # A ring of three or more still sends one pair while the next step fills another.
             for suffix, count in (("", heads), ("_second", heads if sizes.num_ring > 2 else 0))
         )
         sent_as_they_lie = set() if elsewhere else {each.kv_to_load for each in mine}
-        others = [each.kv_finished for each in mine if each.kv_finished not in sent_as_they_lie]
-        packed = sizes.head_sharded("packed", max(map(len, others), default=0))
+        packed_heads = [len(x.kv_finished) for x in mine if x.kv_finished not in sent_as_they_lie]
+        packed = sizes.buffer("packed", sizes.tokens, max(packed_heads, default=0))
         because = "the chunk's kernel calls are over, and what they left here was added to the sums"
-        finished = sizes.per_chunk(lambda chunk: sum(len(each.kv_finished) for each in chunk))
+        finished = [sum(len(each.kv_finished) for each in c) for c in sizes.schedule.chunks]
+        kernels_done = "the chunk's kernels have read dO, and dQ that lay there was sent"
         return cls(
             scratch=(first, second),
             sums=tuple(
-                tuple(sizes.head_sharded(f"{x}_sum{i}", most, sizes.sum_dtype) for x in names)
-                for i, most in enumerate([] if sums_on_host else kv_loads(sizes))
+                tuple(
+                    sizes.buffer(f"{x}_sum{i}", sizes.tokens, most, sizes.sum_dtype) for x in names
+                )
+                for i, most in enumerate([] if sums_on_host else sizes.kv_loads)
             ),
             packed=tuple(x.lend(f"packed_{x.name}", packed.numel, because=because) for x in first),
-            home=PerChunk(
-                tuple(
-                    x.lend(
-                        "kv_home",
-                        sizes.sequence_sharded("kv_home", heads).numel,
-                        because="the chunk's kernels have read dO, and dQ that lay there was sent",
-                    )
-                    for x, (_, heads) in zip(d_out, finished, strict=True)
+            home=tuple(
+                owner.lend("kv_home", home.numel, because=kernels_done)
+                for owner, home in zip(
+                    d_out, sizes.per_chunk("kv_home", sizes.n, finished), strict=True
                 )
             ),
             home_dtype=(
@@ -303,47 +277,27 @@ class Staging:
     send: PerChunk  # flat, [n, b, u, d]: from the host, on its way to be sent
     recv: PerChunk  # flat, [n, b, u, d]: received, on its way to the host
     tile: Buffer  # some tokens of all heads
-    borrowed: bool = False
+    borrowed: bool
     """Whether what was received has to be on the host before the loop goes on."""
 
     @classmethod
-    def of_out(cls, sizes: Sizes, tile_tokens: int) -> "Staging":
-        """O: received in forward, sent in backward."""
-        q = ForwardBuffers.plan(sizes).load.q[0]
-        return cls._plan("out", sizes, tile_tokens, recv=q, because="the kernels have read q")
-
-    @classmethod
-    def of_d_out(cls, sizes: Sizes, tile_tokens: int) -> "Staging":
-        """The gradient of O, both in backward: dO is sent, and dQ received in its place."""
-        dk = BackwardBuffers.plan(sizes).kv_grads.scratch[0][0]
-        because = "what the chunk's kernels left in dk was added to its sum"
-        return cls._plan("d_out", sizes, tile_tokens, recv=dk, because=because)
-
-    @classmethod
-    def _plan(
-        cls, name: str, sizes: Sizes, tile_tokens: int, *, recv: Buffer, because: str
-    ) -> "Staging":
-        """``recv`` is idle when a chunk is received; ``because`` says why."""
-        own = cls(
-            send=sizes.of_all_query_heads(f"{name}_send"),
-            recv=sizes.of_all_query_heads(f"{name}_recv"),
-            tile=replace(
-                replace(sizes, n=tile_tokens).sequence_sharded(
-                    f"{name}_tile", sizes.schedule.num_heads
-                ),
-                category=MemoryCategory.TILES,
-            ),
-        )
-        if sizes.schedule.overlap or sizes.num_ulysses == 1:
-            return own
-        dk = BackwardBuffers.plan(sizes).kv_grads.scratch[0][0]
-        before = "what is fetched is sent before the chunk's kernels write dk"
-        return replace(
-            own,
-            send=PerChunk(tuple(dk.lend(x.name, x.numel, because=before) for x in own.send)),
-            recv=PerChunk(tuple(recv.lend(x.name, x.numel, because=because) for x in own.recv)),
-            borrowed=True,
-        )
+    def plan(cls, name: Literal["out", "d_out"], sizes: Sizes, tile_tokens: int) -> "Staging":
+        """O is received in forward and sent in backward; dO is sent in backward, dQ received."""
+        heads = [sum(len(each.query_heads) for each in c) for c in sizes.schedule.chunks]
+        send, recv = (sizes.per_chunk(f"{name}_{way}", sizes.n, heads) for way in ("send", "recv"))
+        tile = sizes.buffer(f"{name}_tile", tile_tokens, sizes.schedule.num_heads)
+        borrowed = not sizes.schedule.overlap and sizes.num_ulysses > 1
+        if borrowed:
+            # The chunk loop writes neither dk nor q while these chunks pass through them.
+            dk = BackwardBuffers.plan(sizes).kv_grads.scratch[0][0]
+            because = "what is fetched is sent before the chunk's kernels write dk"
+            send = tuple(dk.lend(x.name, x.numel, because=because) for x in send)
+            idle, because = dk, "what the chunk's kernels left in dk was added to its sum"
+            if name == "out":
+                idle, because = ForwardBuffers.plan(sizes).load.q[0], "the kernels have read q"
+            recv = tuple(idle.lend(x.name, x.numel, because=because) for x in recv)
+        tile = replace(tile, category=MemoryCategory.TILES)
+        return cls(send=send, recv=recv, tile=tile, borrowed=borrowed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,9 +311,11 @@ class RingBuffers:
     @classmethod
     def plan(cls, q: torch.Size, k: torch.Size, dtype: torch.dtype) -> "RingBuffers":
         """For queries and keys of these shapes."""
-        total = _of_shape("ring_total", q, accumulation_dtype(dtype))
+        total = Buffer(name="ring_total", numel=q.numel(), dtype=accumulation_dtype(dtype))
         own, *borrowed = (
-            (_of_shape(f"ring_k_{which}", k, dtype), _of_shape(f"ring_v_{which}", k, dtype))
+            tuple(
+                Buffer(name=f"ring_{kv}_{which}", numel=k.numel(), dtype=dtype) for kv in ("k", "v")
+            )
             for which in ("own", 0, 1, 2)
         )
         return cls(total=total, own=own, borrowed=tuple(borrowed))
@@ -378,7 +334,10 @@ class ReorderBuffers:
     def plan(cls, q: torch.Size, k: torch.Size, dtype: torch.dtype) -> "ReorderBuffers":
         """For queries and keys of these shapes."""
         names = {"q": q, "k": k, "v": k, "out": q, "d_out": q, "dq": q, "dk": k, "dv": k}
-        buffers = {x: _of_shape(f"reordered_{x}", shape, dtype) for x, shape in names.items()}
+        buffers = {
+            name: Buffer(name=f"reordered_{name}", numel=shape.numel(), dtype=dtype)
+            for name, shape in names.items()
+        }
         return cls(
             qkv=(buffers["q"], buffers["k"], buffers["v"]),
             out=buffers["out"],
@@ -387,25 +346,19 @@ class ReorderBuffers:
         )
 
 
-def _of_shape(name: str, shape: torch.Size, dtype: torch.dtype) -> Buffer:
-    return Buffer(name=name, memory=name, numel=shape.numel(), dtype=dtype)
-
-
 def row_tiles(numel: int, dtype: torch.dtype) -> Buffer:
     """Two tiles of a residual on the host, ``numel`` elements each: one in use, one arriving."""
-    name, category = "row_tiles", MemoryCategory.TILES
-    return Buffer(name=name, memory=name, numel=2 * numel, dtype=dtype, category=category)
+    return Buffer(name="row_tiles", numel=2 * numel, dtype=dtype, category=MemoryCategory.TILES)
 
 
 def sum_rows(sizes: Sizes, rows: int) -> Buffer:
     """Twice ``rows`` of one head of the sums on the host: one in use, one arriving."""
-    numel = 2 * min(rows, sizes.kv_sum_shape(1)[2]) * sizes.b * sizes.d
-    return Buffer(name="sum_rows", memory="sum_rows", numel=numel, dtype=sizes.sum_dtype)
+    return sizes.buffer("sum_rows", 2 * min(rows, sizes.tokens), 1, sizes.sum_dtype)
 
 
 def head_chunks_buffer(name: str, sizes: Sizes) -> Buffer:
     """All slots of an O or dO that is kept no longer than one layer runs."""
-    slots = sizes.sequence_sharded(f"{name}_slots", sizes.schedule.num_heads)
+    slots = sizes.buffer(f"{name}_slots", sizes.n, sizes.schedule.num_heads)
     return replace(slots, category=MemoryCategory.SLOTS)
 
 
@@ -414,22 +367,20 @@ def ring_buffers(sizes: Sizes) -> Iterator[Buffer]:
     if sizes.num_ring == 1:
         return
     together = {head: each.kv_to_load for each in sizes.mine for head in each.kv_to_load}
-    for each in sizes.mine:
-        for call in each.kernel_calls:
-            columns = call.query_columns
-            shape = sizes.kv_sum_shape(1)[2:]
-            q = torch.Size((*shape[:2], columns.stop - columns.start, sizes.d))
-            k = torch.Size((*shape[:2], len(call.kv_heads), sizes.d))
-            ring = RingBuffers.plan(q, k, sizes.dtype)
-            yield ring.total
-            if call.kv_heads != together[call.kv_heads[0]]:  # columns of what arrived together
-                yield from ring.own
-            for step in range(1, sizes.num_ring):
-                yield from ring.borrowed[step % len(ring.borrowed)]
+    for call in (call for each in sizes.mine for call in each.kernel_calls):
+        columns = call.query_columns
+        q = torch.Size((sizes.tokens, sizes.b, columns.stop - columns.start, sizes.d))
+        k = torch.Size((sizes.tokens, sizes.b, len(call.kv_heads), sizes.d))
+        ring = RingBuffers.plan(q, k, sizes.dtype)
+        yield ring.total
+        if call.kv_heads != together[call.kv_heads[0]]:  # columns of what arrived together
+            yield from ring.own
+        for step in range(1, sizes.num_ring):
+            yield from ring.borrowed[step % len(ring.borrowed)]
 
 
 def buffers_of(plan: Any) -> Iterator[Buffer]:
-    """All buffers of a plan: of a dataclass, its fields', and so on."""
+    """All buffers of a plan, each once: of a dataclass, its fields', and so on."""
     if isinstance(plan, Buffer):
         if plan.numel:
             yield plan
@@ -437,5 +388,5 @@ def buffers_of(plan: Any) -> Iterator[Buffer]:
         for each in fields(plan):
             yield from buffers_of(getattr(plan, each.name))
     elif isinstance(plan, tuple):
-        for each in plan:
+        for each in dict.fromkeys(plan):  # chunks that take turns share their buffers
             yield from buffers_of(each)

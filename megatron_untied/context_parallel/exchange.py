@@ -9,25 +9,17 @@ device here, on the host in :mod:`megatron_untied.streaming.host_tensors`.
 """
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
+from megatron_untied.context_parallel.buffer_plan import Sizes, head_chunks_buffer
 from megatron_untied.context_parallel.head_schedule import HeadSchedule
-
-
-class Work(Protocol):
-    """An operation in flight, such as a collective; the part of ``dist.Work`` used here."""
-
-    def wait(self) -> object:
-        """Let compute queued from now on start only after it."""
+from megatron_untied.context_parallel.workspace import Workspace
 
 
 class Done:
@@ -35,6 +27,10 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+Work = dist.Work | Done
+"""A collective in flight. ``wait`` lets compute queued from now on start only after it."""
 
 
 @dataclass(slots=True)
@@ -103,91 +99,32 @@ class HeadBlocks:
 
     def __init__(self, flat: Tensor, heads: Sequence[range], n: int, b: int, d: int):
         """``heads[i]``: the heads of rank i, numbered in natural order."""
-        self._runs: list[tuple[Tensor, list[range]]] = []
-        start = 0
-        for ranks in _evenly_spaced(heads):
-            shape = len(ranks), n, b, len(ranks[0]), d  # [ranks, n, b, heads per rank, d]
-            stop = start + torch.Size(shape).numel()
-            self._runs.append((flat[start:stop].view(shape), ranks))
-            start = stop
+        runs: list[list[range]] = []  # of ranks that one strided view covers
+        for own in filter(None, heads):
+            run = runs[-1] if runs else []
+            distances = {right.start - left.start for left, right in pairwise([*run, own])}
+            is_even = bool(run) and len(own) == len(run[0]) and len(distances) == 1
+            # Ranks may overlap where they share key-value heads; a strided view cannot.
+            if is_even and min(distances) >= len(own):
+                run.append(own)
+            else:
+                runs.append([own])
+        # [ranks, n, b, heads per rank, d] each
+        shapes = [torch.Size((len(run), n, b, len(run[0]), d)) for run in runs]
+        parts = flat[: sum(shape.numel() for shape in shapes)].split([x.numel() for x in shapes])
+        self._blocks = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._runs = runs
 
-    def write(self, rows: slice, x: Tensor) -> None:
-        """Copy ``x`` [t, b, heads, d] to tokens ``rows`` of the buffer."""
-        for block, ranks in self._runs:
-            block[:, rows].copy_(_heads_by_rank(x, ranks))  # one strided copy
+    def pairs(self, rows: slice, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Tokens ``rows`` of each part of the buffer, with its heads of ``x`` [t, b, heads, d].
 
-    def read(self, rows: slice, out: Tensor) -> None:
-        """Copy tokens ``rows`` of the buffer to their heads in ``out`` [t, b, heads, d]."""
-        for block, ranks in self._runs:
-            _heads_by_rank(out, ranks).copy_(block[:, rows])
-
-
-def _heads_by_rank(x: Tensor, ranks: Sequence[range]) -> Tensor:
-    """[t, b, heads, d] -> the view [ranks, t, b, heads per rank, d]."""
-    size = len(ranks[0])
-    step = ranks[1].start - ranks[0].start if len(ranks) > 1 else size
-    start, stop = ranks[0].start, ranks[-1].stop
-    windows = x.narrow(2, start, stop - start).unfold(2, size, step)  # [t, b, ranks, d, heads]
-    return windows.permute(2, 0, 1, 4, 3)
-
-
-def _evenly_spaced(heads: Sequence[range]) -> Iterator[list[range]]:
-    """Split the ranks that have heads into runs of equally many, evenly spaced, disjoint heads."""
-    run: list[range] = []
-    for own in filter(None, heads):
-        distances = {right.start - left.start for left, right in pairwise([*run, own])}
-        # Ranks may overlap where they share key-value heads; a strided view cannot.
-        if run and (len(own) != len(run[0]) or len(distances) > 1 or min(distances) < len(own)):
-            yield run
-            run = []
-        run.append(own)
-    if run:
-        yield run
-
-
-class HeadChunks(ABC):
-    """[n, b, h, d] of this rank's tokens, stored chunk by chunk and, in a chunk, rank by rank.
-
-    Chunk j is one flat slot, the sequence-sharded side of its exchange: it is sent without a copy,
-    and received where it stays.
-    """
-
-    layout: "HeadChunkLayout"
-    dtype: torch.dtype
-    device: torch.device
-
-    @abstractmethod
-    def send_buffer(self, j: int) -> Tensor:
-        """Chunk j on the device, flat, to be sent; valid until the next one is requested."""
-
-    @abstractmethod
-    def recv_buffer(self, j: int) -> Tensor:
-        """The device memory that chunk j is received in, flat."""
-
-    @abstractmethod
-    def received(self, j: int) -> None:
-        """Store chunk j; call it when the chunk is complete in its ``recv_buffer``."""
-
-    @abstractmethod
-    def read(self, rows: slice, out: Tensor) -> None:
-        """Copy tokens ``rows`` to ``out`` [t, b, h, d], heads in natural order."""
-
-    @abstractmethod
-    def write(self, rows: slice, value: Tensor) -> None:
-        """Copy ``value`` [t, b, h, d], heads in natural order, to tokens ``rows``."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free host memory; call it after the last read."""
-
-    def rows(self, rows: Sequence[slice]) -> Tensor:
-        """Several runs of tokens, concatenated: a new [t, b, h, d], heads in natural order."""
-        counts = [run.stop - run.start for run in rows]
-        shape = sum(counts), self.layout.b, self.layout.h, self.layout.d
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        for run, part in zip(rows, out.split(counts), strict=True):
-            self.read(run, part)
-        return out
+        Both are views [ranks, t, b, heads per rank, d]; a copy between them is one kernel.
+        """
+        for block, run in zip(self._blocks, self._runs, strict=True):
+            start, stop, size = run[0].start, run[-1].stop, len(run[0])
+            step = run[1].start - start if len(run) > 1 else size
+            windows = x.narrow(2, start, stop - start).unfold(2, size, step)
+            yield block[:, rows], windows.permute(2, 0, 1, 4, 3)  # from [t, b, ranks, d, heads]
 
 
 class HeadChunkLayout:
@@ -214,8 +151,13 @@ class HeadChunkLayout:
         ]
 
 
-class DeviceHeadChunks(HeadChunks):
-    """Slots in one flat tensor on the device."""
+class HeadChunks:
+    """[n, b, h, d] of this rank's tokens, stored chunk by chunk and, in a chunk, rank by rank.
+
+    Chunk j is one flat slot, the sequence-sharded side of its exchange: it is sent without a copy,
+    and received where it stays. Slots are parts of one flat tensor on the device here;
+    :mod:`megatron_untied.streaming.host_tensors` keeps them in host memory.
+    """
 
     def __init__(self, storage: Tensor, layout: HeadChunkLayout):
         """``storage``: flat, ``layout.numel`` elements."""
@@ -226,28 +168,43 @@ class DeviceHeadChunks(HeadChunks):
             for slot, heads in zip(self._slots, layout.heads, strict=True)
         ]
 
-    @override
+    @classmethod
+    def in_workspace(
+        cls, name: str, sizes: Sizes, workspace: Workspace, device: torch.device
+    ) -> "HeadChunks":
+        """Uninitialized; the next layer takes the same memory."""
+        storage = workspace.take(head_chunks_buffer(name, sizes), device)
+        return cls(storage, HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d))
+
     def send_buffer(self, j: int) -> Tensor:
+        """Chunk j on the device, flat, to be sent; valid until the next one is requested."""
         return self._slots[j]
 
-    @override
     def recv_buffer(self, j: int) -> Tensor:
+        """The device memory that chunk j is received in, flat; then call :meth:`received`."""
         return self._slots[j]
 
-    @override
     def received(self, j: int) -> None:
-        pass  # it was received in its slot
+        """Store chunk j, complete in its ``recv_buffer``: here it was received in its slot."""
 
-    @override
     def read(self, rows: slice, out: Tensor) -> None:
-        for blocks_of_chunk in self._blocks:
-            blocks_of_chunk.read(rows, out)
+        """Copy tokens ``rows`` to ``out`` [t, b, h, d], heads in natural order."""
+        for block, heads in itertools.chain(*(x.pairs(rows, out) for x in self._blocks)):
+            heads.copy_(block)
 
-    @override
     def write(self, rows: slice, value: Tensor) -> None:
-        for blocks_of_chunk in self._blocks:
-            blocks_of_chunk.write(rows, value)
+        """Copy ``value`` [t, b, h, d], heads in natural order, to tokens ``rows``."""
+        for block, heads in itertools.chain(*(x.pairs(rows, value) for x in self._blocks)):
+            block.copy_(heads)
 
-    @override
     def release(self) -> None:
-        pass  # freed with the last reference
+        """Free host memory; call it after the last read. Device memory goes with its reference."""
+
+    def rows(self, rows: Sequence[slice]) -> Tensor:
+        """Several runs of tokens, concatenated: a new [t, b, h, d], heads in natural order."""
+        counts = [run.stop - run.start for run in rows]
+        shape = sum(counts), self.layout.b, self.layout.h, self.layout.d
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for run, part in zip(rows, out.split(counts), strict=True):
+            self.read(run, part)
+        return out

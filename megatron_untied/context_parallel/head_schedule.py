@@ -55,14 +55,12 @@ class HeadSchedule:
         uses = [head for run in by_rank for head in {head for a in run for head in a.kv_heads}]
         return len(uses) > len(set(uses))
 
-    def kv_heads_in_many_chunks(self, rank: int) -> bool:
-        """Whether ``rank`` uses a key-value head in more than one chunk."""
-        run = self.of_rank(rank)
-        return sum(len(x.kv_heads) for x in run) > sum(len(x.kv_to_load) for x in run)
-
-    def of_rank(self, rank: int) -> list[ChunkAssignment]:
-        """The heads of one rank, chunk by chunk."""
-        return [chunk[rank] for chunk in self.chunks]
+    @property
+    def heads_of_calls(self) -> set[tuple[int, int]]:
+        """Query and key-value heads of every kernel call, on any rank in any chunk."""
+        assignments = (assignment for chunk in self.chunks for assignment in chunk)
+        calls = (call for assignment in assignments for call in assignment.kernel_calls)
+        return {(c.query_columns.stop - c.query_columns.start, len(c.kv_heads)) for c in calls}
 
 
 def legal_heads_per_chunk(num_heads: int, num_ranks: int) -> list[int]:

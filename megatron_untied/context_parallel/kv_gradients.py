@@ -5,97 +5,63 @@ at least fp32, so that rounding errors do not grow with their number. If each he
 kernel writes into the send buffer itself, in its own dtype.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import KvGradBuffers
+from megatron_untied.context_parallel.buffer_plan import Buffer, KvGradBuffers, Sizes
 from megatron_untied.context_parallel.exchange import HeadExchange, blocks
-from megatron_untied.context_parallel.head_schedule import ChunkAssignment
-from megatron_untied.context_parallel.workspace import Memory
+from megatron_untied.context_parallel.head_schedule import ChunkAssignment, KernelCall
 
 KvPair = tuple[Tensor, Tensor]
 """dK and dV: [s/r, b, key-value heads, d] each."""
 
 
-class KvSums(ABC):
-    """Sums of dK and of dV of some key-value heads, each over all tokens of the Ulysses ranks."""
+@dataclass(slots=True, eq=False)
+class KvSums:
+    """Sums of dK and of dV of some key-value heads, each over all tokens of the Ulysses ranks.
+
+    Here on the device; :mod:`megatron_untied.streaming.host_tensors` keeps them in host memory.
+    """
 
     heads: range
-
-    @abstractmethod
-    def add(self, heads: range, parts: KvPair, rows: slice | None = None) -> None:
-        """Add dK and dV of ``heads``; the first time of all rows, later of ``rows`` if given."""
+    tensors: KvPair | None
+    """[s/r, b, len(heads), d], uninitialized before the first addition; None on the host."""
+    started: set[int] = field(default_factory=set)
+    """Heads that have been added to."""
 
     def writable(self, heads: range, dtype: torch.dtype) -> KvPair | None:
-        """The sums of ``heads``, if a kernel may write its dK and dV there; None on the host."""
-        return None
+        """The sums of ``heads``, if a kernel may write its dK and dV there instead of adding."""
+        if self.tensors is None or self.tensors[0].dtype != dtype or self.started & set(heads):
+            return None
+        columns = slice(heads.start - self.heads.start, heads.stop - self.heads.start)
+        dk, dv = self.tensors
+        return dk[:, :, columns], dv[:, :, columns]
 
-    def sendable(self, index: int, heads: range, dtype: torch.dtype) -> Tensor | None:
-        """The sum of dK (0) or dV (1), contiguous, if it is of just ``heads`` in ``dtype``.
+    def add(self, heads: range, parts: KvPair, rows: slice | None = None) -> None:
+        """Add dK and dV of ``heads``; the first time of all rows, later of ``rows`` if given."""
+        started = not self.started.isdisjoint(heads)
+        assert started or rows is None, "the first gradients must be of all rows"
+        columns = slice(heads.start - self.heads.start, heads.stop - self.heads.start)
+        for total, part in zip(self.tensors, parts, strict=True):
+            if started:
+                total[rows or slice(None), :, columns].add_(part)
+            elif total.dtype != part.dtype:  # else the kernel wrote the sum itself
+                total[:, :, columns].copy_(part)
+        self.started.update(heads)
 
-        [s/r, b, len(heads), d]; None on the host.
-        """
-        return None
-
-    @abstractmethod
     def read(self, index: int, head: int, out: Tensor) -> None:
         """Write the sum of dK (0) or dV (1) of one head into ``out`` [s/r, b, d]."""
+        out.copy_(self.tensors[index][:, :, head - self.heads.start])
 
-    @abstractmethod
     def release(self) -> None:
-        """Free host memory; call it after the last read."""
+        """Free host memory; call it after the last read. Device memory is the workspace's."""
 
 
 MakeSums = Callable[[range], KvSums]
 """Key-value heads -> their sums, uninitialized."""
-
-
-@dataclass(slots=True, eq=False)
-class DeviceKvSums(KvSums):
-    """Sums in two tensors [s/r, b, len(heads), d], uninitialized before the first addition."""
-
-    heads: range
-    tensors: KvPair
-    started: set[int] = field(default_factory=set)
-
-    @override
-    def writable(self, heads: range, dtype: torch.dtype) -> KvPair | None:
-        is_empty = self.started.isdisjoint(heads)
-        return self._columns(heads) if is_empty and self.tensors[0].dtype == dtype else None
-
-    @override
-    def add(self, heads: range, parts: KvPair, rows: slice | None = None) -> None:
-        started = not self.started.isdisjoint(heads)
-        assert started or rows is None, "the first gradients must be of all rows"
-        for total, part in zip(self._columns(heads), parts, strict=True):
-            if started:
-                total[rows or slice(None)].add_(part)
-            elif total.dtype != part.dtype:  # else the kernel wrote the sum itself
-                total.copy_(part)
-        self.started.update(heads)
-
-    @override
-    def sendable(self, index: int, heads: range, dtype: torch.dtype) -> Tensor | None:
-        tensor = self.tensors[index]
-        return tensor if heads == self.heads and tensor.dtype == dtype else None
-
-    @override
-    def read(self, index: int, head: int, out: Tensor) -> None:
-        out.copy_(self.tensors[index][:, :, head - self.heads.start])
-
-    @override
-    def release(self) -> None:
-        pass  # freed with the last reference
-
-    def _columns(self, heads: range) -> KvPair:
-        first = heads.start - self.heads.start
-        dk, dv = (x[:, :, first : first + len(heads)] for x in self.tensors)
-        return dk, dv
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +70,20 @@ class KvAccumulator:
 
     heads: range
     sums: KvSums
-    buffers: KvGradBuffers
-    memory: Memory
+    gradients: "KvGradients"
 
     def scratch(self, which: int = 0) -> KvPair:
         """Memory for a kernel's dK and dV, [s/r, b, heads, d]: then pass them to :meth:`add`.
 
         ``which`` 1 is not the memory of 0, which a ring may still be sending.
         """
-        sums = self.sums.writable(self.heads, self.memory.sizes.dtype)
+        sizes, buffers = self.gradients.sizes, self.gradients.buffers
+        sums = self.sums.writable(self.heads, sizes.dtype)
         if sums is not None:
-            return sums
-        dk, dv = (
-            self.memory.head_sharded(buffer, len(self.heads))
-            for buffer in self.buffers.scratch[which]
-        )
-        return dk, dv
+            return sums  # saves the scratch memory, and a pass over it
+        shape = sizes.tokens, sizes.b, len(self.heads), sizes.d
+        dk, dv = buffers.scratch[which]
+        return self.gradients.take(dk, shape), self.gradients.take(dv, shape)
 
     def add(self, dk: Tensor, dv: Tensor, *, rows: slice | None = None) -> None:
         """Add gradients [s/r, b, heads, d], or after a first time [len(rows), b, heads, d]."""
@@ -132,14 +96,18 @@ class KvGradients:
     def __init__(
         self,
         exchange: HeadExchange,
+        sizes: Sizes,
         buffers: KvGradBuffers,
-        memory: Memory,
+        take: Callable[[Buffer, Sequence[int]], Tensor],
         make_sums: MakeSums | None = None,
     ):
-        """``make_sums``: constructor of the sums; by default they are in the workspace."""
-        self.exchange, self.buffers, self.memory = exchange, buffers, memory
-        self._make_sums = make_sums if memory.sizes.sums_kv else None
-        self._sums: list[KvSums] = []
+        """``take(buffer, shape)`` is workspace memory on the device of the gradients.
+
+        ``make_sums``: constructor of the sums; by default they are in the workspace.
+        """
+        self.exchange, self.sizes, self.buffers, self.take = exchange, sizes, buffers, take
+        self._make_sums = make_sums if sizes.sums_kv else None
+        self._sums: dict[int, KvSums] = {}  # by head; heads that arrived together share one
         self.total: Tensor | None = None
         """[2, n, b, g, d]: dK and dV of this rank's own tokens, once the first are received.
 
@@ -147,59 +115,53 @@ class KvGradients:
         memory of the kernel's own allocations, which is free by then.
         """
 
-    def begin(self, assignment: ChunkAssignment) -> None:
-        """Allocate the sums of the heads that a chunk loads."""
-        heads = assignment.kv_to_load
-        if not heads:
-            return
-        if self._make_sums is not None:
-            self._sums.append(self._make_sums(heads))
-        else:
-            dk, dv = (
-                self.memory.head_sharded(buffer, len(heads))
-                for buffer in self.buffers.sums[assignment.kv_buffer]
-            )
-            self._sums.append(DeviceKvSums(heads, (dk, dv)))
-
-    def of(self, heads: range) -> KvAccumulator:
-        """The accumulator of a kernel call's ``heads``."""
-        return KvAccumulator(heads, self._sums_of(heads[0]), self.buffers, self.memory)
+    def of(self, call: KernelCall, assignment: ChunkAssignment) -> KvAccumulator:
+        """The accumulator of one kernel call of a chunk, whose sums its first call allocates."""
+        heads, sizes = assignment.kv_to_load, self.sizes
+        if heads and heads[0] not in self._sums:
+            if self._make_sums is not None:
+                sums = self._make_sums(heads)
+            else:
+                shape = sizes.tokens, sizes.b, len(heads), sizes.d
+                dk, dv = self.buffers.sums[assignment.kv_buffer]
+                sums = KvSums(heads, (self.take(dk, shape), self.take(dv, shape)))
+            self._sums.update(dict.fromkeys(heads, sums))
+        return KvAccumulator(call.kv_heads, self._sums[call.kv_heads[0]], self)
 
     def return_to_owner(self, j: int, chunk: Sequence[ChunkAssignment]) -> None:
         """Send the heads finished in chunk j to the ranks that own the tokens; waits.
 
         [s/r, b, heads, d] -> [n, b, heads, d], added to ``total``.
         """
-        mine, sizes = chunk[self.exchange.rank].kv_finished, self.memory.sizes
+        mine, sizes = chunk[self.exchange.rank].kv_finished, self.sizes
         finished = [assignment.kv_finished for assignment in chunk]
         counts = list(map(len, finished))
-        if not any(counts):
+        if not any(counts):  # the same on every rank: the exchange is collective
             return
+        # One receive buffer for both, so dK is home before dV is sent.
+        recv = self.take(self.buffers.home[j], (sizes.n * sizes.b * sum(counts) * sizes.d,))
         if self.total is None:
             shape = 2, sizes.n, sizes.b, sizes.schedule.num_kv_heads, sizes.d
-            options = {"dtype": self.buffers.home_dtype, "device": self.memory.device}
-            self.total = torch.zeros(shape, **options)
-        for index, total in enumerate(self.total):  # dK before dV: one receive buffer for both
-            recv = self.memory.sequence_sharded(self.buffers.home[j], sum(counts))
-            self.exchange.to_sequence(self._packed(index, mine), recv, counts).wait()
+            self.total = recv.new_zeros(shape, dtype=self.buffers.home_dtype)
+        for index, total in enumerate(self.total):
+            send = self._contiguous(index, mine)  # [s/r, b, len(mine), d]
+            self.exchange.to_sequence(send, recv, counts).wait()
             parts = blocks(recv, counts, sizes.n, sizes.b, sizes.d)
             for heads, part in zip(finished, parts, strict=True):
                 total[:, :, heads.start : heads.stop] += part  # several ranks may use one head
-        finished_sums = [sums for sums in self._sums if sums.heads[-1] in mine]
-        self._sums = [sums for sums in self._sums if sums not in finished_sums]
-        for sums in finished_sums:
-            sums.release()
+        for head in mine:
+            sums = self._sums.pop(head)
+            if head == sums.heads[-1]:
+                sums.release()
 
-    def _sums_of(self, head: int) -> KvSums:
-        return next(sums for sums in self._sums if head in sums.heads)
-
-    def _packed(self, index: int, heads: range) -> Tensor:
+    def _contiguous(self, index: int, heads: range) -> Tensor:
         """The sum of dK (0) or dV (1): [s/r, b, len(heads), d], contiguous, in the sent dtype."""
-        if heads:
-            sums = self._sums_of(heads[0]).sendable(index, heads, self.memory.sizes.dtype)
-            if sums is not None:
-                return sums
-        packed = self.memory.head_sharded(self.buffers.packed[index], len(heads))
+        sums, sizes = self._sums[heads[0]] if heads else None, self.sizes
+        if sums is not None and sums.tensors is not None and heads == sums.heads:
+            if sums.tensors[index].dtype == sizes.dtype:
+                return sums.tensors[index]  # sent as it lies
+        shape = sizes.tokens, sizes.b, len(heads), sizes.d
+        packed = self.take(self.buffers.packed[index], shape)
         for column, head in enumerate(heads):
-            self._sums_of(head).read(index, head, packed[:, :, column])
+            self._sums[head].read(index, head, packed[:, :, column])
         return packed

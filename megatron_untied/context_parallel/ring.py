@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import Buffer, RingBuffers
+from megatron_untied.context_parallel.buffer_plan import RingBuffers
 from megatron_untied.context_parallel.exchange import ExchangeCounter
 from megatron_untied.context_parallel.kernels import (
     Attended,
@@ -65,24 +65,24 @@ class RingStep:
 
 def ring_steps(rank: int, num_ring: int, block_size: int) -> list[RingStep]:
     """The steps of a rank, its own keys first."""
+    late, both = slice(block_size, 2 * block_size), slice(0, 2 * block_size)
+    early = slice(0, block_size)
     steps = []
     for index in range(num_ring):
         owner, reader = (rank - index) % num_ring, (rank + index) % num_ring
-        queries, keys = _visible(rank, owner, block_size)
-        _, lent = _visible(reader, rank, block_size)
         steps.append(
-            RingStep(index=index, owner=owner, queries=queries, keys=keys, reader=reader, lent=lent)
+            RingStep(
+                index=index,
+                owner=owner,
+                # Of an earlier rank all queries see the early block; of a later one only late
+                # queries see anything, and they see both blocks.
+                queries=both if owner <= rank else late,
+                keys=early if owner < rank else both,
+                reader=reader,
+                lent=early if rank < reader else both,
+            )
         )
     return steps
-
-
-def _visible(reader: int, owner: int, block_size: int) -> tuple[slice, slice]:
-    """Rows of the reader's queries and of the owner's keys between which anything is visible."""
-    early, late = slice(0, block_size), slice(block_size, 2 * block_size)
-    both = slice(0, 2 * block_size)
-    if owner == reader:
-        return both, both
-    return (both, early) if owner < reader else (late, both)
 
 
 class Ring:
@@ -124,14 +124,14 @@ class RingAttention(Attention):
 
         ``progress`` is updated after every step of the ring.
         """
-        self.kernel, self.mask, self.ring, self.workspace = kernel, mask, ring, workspace
-        self.num_ring = ring.size
+        super().__init__(kernel, mask)
+        self.ring, self.num_ring, self.workspace = ring, ring.size, workspace
         self.progress = progress or StepProgress()
 
     @override
     def forward(self, x: Qkv, *, out: Tensor) -> Tensor:
-        buffers, (s, b, h, _) = _plan(x), out.shape
-        total = self._take(buffers.total, out).zero_()  # fp32 [s/r, b, h, d]
+        buffers, (s, b, h, _) = RingBuffers.plan(x.q.shape, x.k.shape, x.q.dtype), out.shape
+        total = self.workspace.take(buffers.total, out.device, out.shape).zero_()  # fp32
         total_lse = total.new_full((b, h, s), -torch.inf)
         for step, k, v in self._steps(x, buffers):
             rows = step.queries
@@ -147,8 +147,8 @@ class RingAttention(Attention):
     def backward(
         self, d_out: Tensor, x: Qkv, y: Attended, *, dq: Tensor, dkv: KvAccumulator
     ) -> None:
-        buffers, returning = _plan(x), _Returning()
-        total = self._take(buffers.total, dq).zero_()  # fp32 [s/r, b, h, d]
+        buffers, returning = RingBuffers.plan(x.q.shape, x.k.shape, x.q.dtype), _Returning()
+        total = self.workspace.take(buffers.total, dq.device, dq.shape).zero_()  # fp32
         for step, k, v in self._steps(x, buffers):
             # Two pairs in turn: the step before may still be sending the other. Step 0 sends none.
             dk, dv = (part[: len(k)] for part in dkv.scratch(max(step.index - 1, 0) % 2))
@@ -176,13 +176,14 @@ class RingAttention(Attention):
     def _steps(self, x: Qkv, buffers: RingBuffers) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
         """Each step with its keys and values, while those of the next are in flight."""
         steps = ring_steps(self.ring.rank, self.ring.size, len(x.k) // 2)
-        own = [
-            kv if kv.is_contiguous() else self._take(buffer, kv).copy_(kv)
+        own = [  # columns of what arrived together are copied: sends must be contiguous
+            kv if kv.is_contiguous() else self.workspace.take(buffer, kv.device, kv.shape).copy_(kv)
             for kv, buffer in zip((x.k, x.v), buffers.own, strict=True)
         ]
         received, works = own, []
         for step, successor in zip(steps, [*steps[1:], None], strict=True):
-            _wait(works)
+            for work in works:
+                work.wait()
             present = received
             if successor is not None:
                 lent = [kv[successor.lent] for kv in own]
@@ -193,10 +194,8 @@ class RingAttention(Attention):
     def _received(self, buffers: RingBuffers, step: RingStep, like: Tensor) -> list[Tensor]:
         """Memory for a step's keys and values, later for gradients: [s/r, b, heads, d] each."""
         # Three in turn: gradients of the step before, this step, the step after.
-        return [self._take(buffer, like) for buffer in buffers.borrowed[step.index % 3]]
-
-    def _take(self, buffer: Buffer, like: Tensor) -> Tensor:
-        return self.workspace.take(buffer, like.device).view(like.shape)
+        pair = buffers.borrowed[step.index % 3]
+        return [self.workspace.take(buffer, like.device, like.shape) for buffer in pair]
 
     def _mask(self, step: RingStep, block_size: int) -> Mask:
         """Causal among a rank's own tokens, else documents only."""
@@ -208,10 +207,6 @@ class RingAttention(Attention):
             positions.append(blocks[rows.start // block_size : rows.stop // block_size])
         segments = tuple(documents.blocks(*positions) for documents in self.mask.segments)
         return replace(self.mask, causal=step.index == 0, segments=segments)
-
-
-def _plan(x: Qkv) -> RingBuffers:
-    return RingBuffers.plan(x.q.shape, x.k.shape, x.q.dtype)
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -234,11 +229,7 @@ class _Returning:
 
     def finish(self, dkv: KvAccumulator) -> None:
         """Wait for them and add them."""
-        _wait(self.works)
+        for work in self.works:
+            work.wait()
         if self.received:
             dkv.add(*self.received, rows=self.rows)
-
-
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()

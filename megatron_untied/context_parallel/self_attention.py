@@ -10,22 +10,18 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.context_parallel.buffer_plan import Sizes, head_chunks_buffer
-from megatron_untied.context_parallel.exchange import DeviceHeadChunks, HeadChunkLayout, blocks
+from megatron_untied.context_parallel.exchange import HeadChunks, blocks
 from megatron_untied.context_parallel.head_schedule import head_schedule
 from megatron_untied.context_parallel.kernels import AttentionKernel, Mask, Qkv, QkvGrads
 from megatron_untied.context_parallel.ring import Ring, RingAttention
 from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayout
 from megatron_untied.context_parallel.ulysses import (
     Attention,
-    LocalAttention,
     LogSumExps,
     Projections,
     SavedAttention,
@@ -91,23 +87,12 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         config: TransformerConfig,
         submodules: SelfAttentionSubmodules,
         layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
         *,
         context: AttentionContext,
-        **newer_core_arguments: object,
+        **core_arguments: object,
     ):
-        """``newer_core_arguments``: what megatron-core passes after 0.16, such as ``name``."""
-        super().__init__(
-            config,
-            submodules,
-            layer_number,
-            attn_mask_type,
-            cp_comm_type,
-            pg_collection,
-            **newer_core_arguments,
-        )
+        """``core_arguments``: megatron-core's other ones, after 0.16 also new ones (``name``)."""
+        super().__init__(config, submodules, layer_number, **core_arguments)
         self.context = context
         num_ulysses = context.ulysses.size() if context.ulysses else 1
         schedule = head_schedule(
@@ -150,7 +135,7 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         context = self.context
         mask = Mask(window=context.window, segments=sequence.documents)
         if context.ring is None:
-            return LocalAttention(context.kernel, mask)
+            return Attention(context.kernel, mask)
         return RingAttention(
             context.kernel, mask, context.ring, context.workspace, context.progress
         )
@@ -185,7 +170,8 @@ def attention_forward(
     ``x`` is sequence-sharded, [n, b, heads, d] each, and not yet rotated.
     """
     source = FinishedProjections(x, rotary)
-    slots = _head_chunks("out", ulysses.sizes(source, attention), ulysses.workspace, x.q.device)
+    sizes = ulysses.sizes(source, attention)
+    slots = HeadChunks.in_workspace("out", sizes, ulysses.workspace, x.q.device)
     with ulysses.progress.phase(Phase.ATTENTION_FORWARD):
         lse = ulysses.forward(source, slots, attention)
     return slots.rows([slice(0, len(x.q))]), lse
@@ -206,7 +192,8 @@ def attention_backward(
     source, (out, lse), everything = FinishedProjections(x, rotary), y, slice(0, len(x.q))
     sizes = ulysses.sizes(source, attention)
     slots, grad = (
-        _head_chunks(name, sizes, ulysses.workspace, x.q.device) for name in ("out", "d_out")
+        HeadChunks.in_workspace(name, sizes, ulysses.workspace, x.q.device)
+        for name in ("out", "d_out")
     )
     slots.write(everything, out)
     grad.write(everything, d_out)
@@ -235,10 +222,3 @@ class FinishedProjections(Projections):
                 view.copy_(part)
             else:
                 rotate_(part, *self.rotary, out=view)
-
-
-def _head_chunks(
-    name: str, sizes: Sizes, workspace: Workspace, device: torch.device
-) -> DeviceHeadChunks:
-    layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
-    return DeviceHeadChunks(workspace.take(head_chunks_buffer(name, sizes), device), layout)

@@ -21,15 +21,15 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from megatron_untied.context_parallel.buffer_plan import (
     BackwardBuffers,
+    Buffer,
     ForwardBuffers,
     LoadBuffers,
     PerChunk,
@@ -45,7 +45,7 @@ from megatron_untied.context_parallel.kernels import (
     QkvGrads,
 )
 from megatron_untied.context_parallel.kv_gradients import KvAccumulator, KvGradients, MakeSums
-from megatron_untied.context_parallel.workspace import Memory, Workspace
+from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.step_progress import LayerProgress, StepProgress
 
 LogSumExps = list[list[Tensor]]
@@ -65,17 +65,22 @@ class Projections(ABC):
         """Fill ``send``: flat blocks [n, b, len(heads[i]), d] one after the other, i = 0, 1, ..."""
 
 
-class Attention(ABC):
-    """Attention over what one rank holds after the exchange."""
+@dataclass(slots=True, eq=False)
+class Attention:
+    """Attention over all tokens of some heads, which are on this rank: one kernel call.
 
-    num_ring: int
+    :class:`.ring.RingAttention` is the same where several ranks hold the tokens of a head.
+    """
+
+    kernel: AttentionKernel
+    mask: Mask
+    num_ring: ClassVar[int] = 1
     """Ranks that hold the tokens of a head. Several add to the gradient of each query and key."""
 
-    @abstractmethod
     def forward(self, x: Qkv, *, out: Tensor) -> Tensor:
         """Write the output [s/r, b, heads, d] into ``out``; returns lse [b, heads, s/r]."""
+        return self.kernel.forward(x, out=out, mask=self.mask)
 
-    @abstractmethod
     def backward(
         self, d_out: Tensor, x: Qkv, y: Attended, *, dq: Tensor, dkv: KvAccumulator
     ) -> None:
@@ -83,25 +88,7 @@ class Attention(ABC):
 
         ``dq`` may be ``d_out`` without a ring.
         """
-
-
-class LocalAttention(Attention):
-    """All tokens of the heads are on this rank: one kernel call."""
-
-    num_ring = 1
-
-    def __init__(self, kernel: AttentionKernel, mask: Mask):
-        self.kernel, self.mask = kernel, mask
-
-    @override
-    def forward(self, x: Qkv, *, out: Tensor) -> Tensor:
-        return self.kernel.forward(x, out=out, mask=self.mask)
-
-    @override
-    def backward(
-        self, d_out: Tensor, x: Qkv, y: Attended, *, dq: Tensor, dkv: KvAccumulator
-    ) -> None:
-        dk, dv = dkv.scratch()
+        dk, dv = dkv.scratch()  # the sums themselves, if nothing was added to them yet
         self.kernel.backward(d_out, x, y, into=QkvGrads(dq, dk, dv), mask=self.mask)
         dkv.add(dk, dv)
 
@@ -135,19 +122,19 @@ class UntiedUlysses:
 
     def forward(self, x: Projections, out: HeadChunks, attention: Attention) -> LogSumExps:
         """Fill ``out`` [n, b, h, d] with the attention of all heads; returns the log-sum-exps."""
-        memory = Memory(self.workspace, self.sizes(x, attention), x.device)
-        buffers = ForwardBuffers.plan(memory.sizes)
-        inputs = _Inputs(x, memory, buffers.load)
-        returning, lse = _Returning(self), []
+        sizes = self.sizes(x, attention)
+        buffers, lse = ForwardBuffers.plan(sizes), []
+        source = _Source(x, sizes, buffers.load, self.workspace)
+        returning = _Returning(most=1 if self.schedule.overlap else 0)
 
-        loading = self._load(0, inputs)
+        loading = self._load(0, source)
         for j, chunk in enumerate(self.schedule.chunks):
             loaded, mine = loading.wait(), chunk[self.exchange.rank]
             if self.schedule.overlap:
-                loading = self._load(j + 1, inputs, loaded)  # travels while this chunk attends
+                loading = self._load(j + 1, source, loaded)  # travels while this chunk attends
 
             if self.exchange.size > 1:
-                o = memory.head_sharded(buffers.out[j], len(mine.query_heads))
+                o = source.take(buffers.out[j], loaded.q.shape)
             else:  # nothing will travel: attend into the slot itself
                 o = out.recv_buffer(j).view(loaded.q.shape)
             with self.progress.chunk(j):
@@ -158,9 +145,11 @@ class UntiedUlysses:
                     ]
                 )
 
-            returning.send(j, o, into=out)  # [s/r, b, u/a, d] -> [n, b, u, d]
+            counts = [len(each.query_heads) for each in chunk]
+            work = self.exchange.to_sequence(o, out.recv_buffer(j), counts)  # -> [n, b, u, d]
+            returning.add(work, out, j)
             if not self.schedule.overlap:
-                loading = self._load(j + 1, inputs, loaded)  # into the same buffers, free now
+                loading = self._load(j + 1, source, loaded)  # into the same buffers, free now
         returning.wait()
         return lse
 
@@ -177,24 +166,24 @@ class UntiedUlysses:
         dQ and dK are those of the rotated queries and keys. ``make_sums`` allocates the
         accumulators of dK and dV; by default they are in the workspace.
         """
-        memory = Memory(self.workspace, self.sizes(x, attention), x.device)
-        buffers = BackwardBuffers.plan(memory.sizes, sums_on_host=make_sums is not None)
-        inputs = _Inputs(x, memory, buffers.load, (d_out, buffers.d_out), (y.out, buffers.out))
-        returning = _Returning(self)
-        dkv = KvGradients(self.exchange, buffers.kv_grads, memory, make_sums)
+        sizes = self.sizes(x, attention)
+        buffers = BackwardBuffers.plan(sizes, sums_on_host=make_sums is not None)
+        slots = {"d_out": (d_out, buffers.d_out), "out": (y.out, buffers.out)}
+        source = _Source(x, sizes, buffers.load, self.workspace, slots)
+        returning = _Returning(most=1 if self.schedule.overlap else 0)
+        dkv = KvGradients(self.exchange, sizes, buffers.kv_grads, source.take, make_sums)
 
-        loading = self._load(0, inputs)
+        loading = self._load(0, source)
         for j, chunk in enumerate(self.schedule.chunks):
             loaded, mine = loading.wait(), chunk[self.exchange.rank]
             if self.schedule.overlap:
-                loading = self._load(j + 1, inputs, loaded)  # travels while this chunk attends
+                loading = self._load(j + 1, source, loaded)  # travels while this chunk attends
 
-            dkv.begin(mine)
             dq = loaded.d_out
             # The kernel reads dO for the last time before it writes dQ: they share a buffer, unless
             # a ring reads dO again or the next dO is already arriving.
             if not buffers.dq_over_d_out:
-                dq = memory.head_sharded(buffers.dq[j], len(mine.query_heads))
+                dq = source.take(buffers.dq[j], loaded.q.shape)
             with self.progress.chunk(j):
                 for call, lse in zip(mine.kernel_calls, y.lse[j], strict=True):
                     columns = call.query_columns
@@ -203,14 +192,16 @@ class UntiedUlysses:
                         loaded.qkv(call),
                         Attended(loaded.out[:, :, columns], lse),
                         dq=dq[:, :, columns],
-                        dkv=dkv.of(call.kv_heads),
+                        dkv=dkv.of(call, mine),
                     )
 
             # This rank's exchange of the chunk's dO is complete: its slot may receive dQ.
-            returning.send(j, dq, into=d_out)  # [s/r, b, u/a, d] -> [n, b, u, d]
+            counts = [len(each.query_heads) for each in chunk]
+            work = self.exchange.to_sequence(dq, d_out.recv_buffer(j), counts)  # -> [n, b, u, d]
+            returning.add(work, d_out, j)
             dkv.return_to_owner(j, chunk)
             if not self.schedule.overlap:
-                loading = self._load(j + 1, inputs, loaded)  # into the same buffers, free now
+                loading = self._load(j + 1, source, loaded)  # into the same buffers, free now
         returning.wait()
         return dkv.total
 
@@ -227,7 +218,7 @@ class UntiedUlysses:
         )
 
     def _load(
-        self, j: int, inputs: "_Inputs", before: "_LoadedChunk | None" = None
+        self, j: int, source: "_Source", before: "_LoadedChunk | None" = None
     ) -> "_LoadedChunk | None":
         """Start to bring chunk j here: project, rotate, exchange. None after the last chunk.
 
@@ -235,66 +226,58 @@ class UntiedUlysses:
         """
         if j == len(self.schedule.chunks):
             return None
-        chunk, memory, buffers = self.schedule.chunks[j], inputs.memory, inputs.buffers
-        mine = chunk[self.exchange.rank]
-        loaded = _LoadedChunk()
-        loaded.d_out = self._load_slot(j, loaded, memory, inputs.d_out)
-        loaded.out = self._load_slot(j, loaded, memory, inputs.out)
-        queries, loads = [a.query_heads for a in chunk], [a.kv_to_load for a in chunk]
-        # kv_buffer is -1 where this rank loads no key-value heads: what it receives is empty.
-        k, v = buffers.kv[mine.kv_buffer]
-        parts = [("q", queries, buffers.send_q, buffers.q[j])]
-        if any(loads):  # of any rank: the exchange is collective
-            parts += [("k", loads, buffers.send_kv[0], k), ("v", loads, buffers.send_kv[1], v)]
-        arrived = {}
-        for kind, heads, send_buffer, recv_buffer in parts:
-            counts = list(map(len, heads))
-            recv = memory.head_sharded(recv_buffer, counts[self.exchange.rank])
-            send = recv.view(-1)
-            if self.exchange.size > 1:
-                send = memory.sequence_sharded(send_buffer, sum(counts))
-            inputs.x.write(kind, heads, send)  # [n, b, m] -> [n, b, heads[i], d] for each rank i
-            work = self.exchange.to_heads(send, recv, counts)  # -> [s/r, b, my heads, d]
-            # Without overlap q, k and v are sent from one buffer, one after the other.
-            loaded.add(work, wait=not self.schedule.overlap)
-            arrived[kind] = recv
-        loaded.q = arrived["q"]
-        if before is not None:
-            loaded.kv = [each for each in before.kv if set(each.heads) & set(mine.kv_heads)]
-        if any(loads):
-            loaded.kv.append(_KvHeads(mine.kv_to_load, arrived["k"], arrived["v"]))
-        return loaded
+        chunk, rank, sizes = self.schedule.chunks[j], self.exchange.rank, source.sizes
+        queries, kv = [each.query_heads for each in chunk], [each.kv_to_load for each in chunk]
+        # In backward O and dO are sent as they lie in their slots, [n, b, u, d].
+        parts = [(name, queries, to[j], None) for name, (_, to) in source.slots.items()]
+        parts.append(("q", queries, source.buffers.q[j], source.buffers.send_q))
+        if any(kv):  # of any rank: the exchange is collective
+            # kv_buffer is -1 where this rank loads no key-value heads: what it receives is empty.
+            to_k, to_v = source.buffers.kv[chunk[rank].kv_buffer]
+            send_k, send_v = source.buffers.send_kv
+            parts += [("k", kv, to_k, send_k), ("v", kv, to_v, send_v)]
 
-    def _load_slot(
-        self,
-        j: int,
-        loaded: "_LoadedChunk",
-        memory: Memory,
-        source: tuple[HeadChunks, PerChunk] | None,
-    ) -> Tensor | None:
-        """Exchange a slot as it lies: [n, b, u, d] -> [s/r, b, u/a, d]; one rank has it already."""
-        if source is None:
-            return None
-        tensor, buffers = source
-        heads = [len(each.query_heads) for each in self.schedule.chunks[j]]
-        send = tensor.send_buffer(j)
-        if self.exchange.size == 1:
-            return send.view(-1, memory.sizes.b, heads[0], memory.sizes.d)
-        recv = memory.head_sharded(buffers[j], heads[self.exchange.rank])
-        # A slot that was fetched from the host lies in the send buffer of what comes next.
-        loaded.add(self.exchange.to_heads(send, recv, heads), wait=not self.schedule.overlap)
-        return recv
+        loaded, arrived = _LoadedChunk(), {}
+        for name, heads, recv_buffer, send_buffer in parts:
+            counts = list(map(len, heads))
+            shape = sizes.tokens, sizes.b, counts[rank], sizes.d
+            if name in source.slots:
+                send = source.slots[name][0].send_buffer(j)
+                alone = self.exchange.size == 1  # has it already: it is read where it lies
+                recv = send.view(shape) if alone else source.take(recv_buffer, shape)
+            else:
+                recv = send = source.take(recv_buffer, shape)
+                if self.exchange.size > 1:
+                    send = source.take(send_buffer, (sizes.n, sizes.b, sum(counts), sizes.d))
+                source.x.write(name, heads, send.view(-1))  # [n, b, m] -> [n, b, heads[i], d], ...
+            # [n, b, heads[i], d] for each rank i -> [s/r, b, my heads, d]
+            loaded.works.append(self.exchange.to_heads(send, recv, counts))
+            arrived[name] = recv
+            if not self.schedule.overlap:
+                loaded.wait()  # what comes next is sent from the same buffer
+        loaded.q, loaded.d_out, loaded.out = (arrived.get(name) for name in ("q", "d_out", "out"))
+        if before is not None:
+            still_used = set(chunk[rank].kv_heads)
+            loaded.kv = [each for each in before.kv if still_used & set(each.heads)]
+        if any(kv):
+            loaded.kv.append(_KvHeads(chunk[rank].kv_to_load, arrived["k"], arrived["v"]))
+        return loaded
 
 
 @dataclass(frozen=True, slots=True)
-class _Inputs:
+class _Source:
     """What the chunks of one pass are loaded from, and into."""
 
     x: Projections
-    memory: Memory
+    sizes: Sizes
     buffers: LoadBuffers
-    d_out: tuple[HeadChunks, PerChunk] | None = None
-    out: tuple[HeadChunks, PerChunk] | None = None
+    workspace: Workspace
+    slots: dict[str, tuple[HeadChunks, PerChunk]] = field(default_factory=dict)
+    """In backward "d_out" and "out", and the buffers that their chunks are received in."""
+
+    def take(self, buffer: Buffer, shape: Sequence[int]) -> Tensor:
+        """The buffer on the device of q, k and v, uninitialized."""
+        return self.workspace.take(buffer, self.x.device, shape)
 
 
 class _KvHeads(NamedTuple):
@@ -323,12 +306,6 @@ class _LoadedChunk:
         q = self.q[:, :, call.query_columns]
         return Qkv(q, loaded.k[:, :, columns], loaded.v[:, :, columns])
 
-    def add(self, work: Work, *, wait: bool) -> None:
-        """Another exchange that brings a part of it."""
-        self.works.append(work)
-        if wait:
-            self.wait()
-
     def wait(self) -> "_LoadedChunk":
         """Make the compute stream wait for the pending exchanges."""
         for work in self.works:
@@ -337,26 +314,22 @@ class _LoadedChunk:
         return self
 
 
+@dataclass(frozen=True, slots=True)
 class _Returning:
-    """Chunks on their way back to the ranks whose tokens they are.
+    """Chunks on their way back to the ranks whose tokens they are."""
 
-    With overlap one of them may be on its way while the next chunk attends.
-    """
+    most: int
+    """With overlap one of them may be on its way while the next chunk attends, else none."""
+    in_flight: deque[tuple[Work, HeadChunks, int]] = field(default_factory=deque)
 
-    def __init__(self, ulysses: UntiedUlysses):
-        self.exchange, self.schedule = ulysses.exchange, ulysses.schedule
-        self.in_flight: deque[tuple[Work, HeadChunks, int]] = deque()
-
-    def send(self, j: int, x: Tensor, into: HeadChunks) -> None:
-        """Start to send ``x`` [s/r, b, u/a, d] to chunk j of ``into``."""
-        heads = [len(each.query_heads) for each in self.schedule.chunks[j]]
-        work = self.exchange.to_sequence(x, into.recv_buffer(j), heads)
+    def add(self, work: Work, into: HeadChunks, j: int) -> None:
+        """``work`` brings chunk j into ``into``; waits for those before it, but for ``most``."""
         self.in_flight.append((work, into, j))
-        self.wait(at_most=1 if self.schedule.overlap else 0)
+        self.wait(self.most)
 
     def wait(self, at_most: int = 0) -> None:
         """Wait until no more than so many are on their way."""
         while len(self.in_flight) > at_most:
             work, into, j = self.in_flight.popleft()
-            work.wait()
+            work.wait()  # compute may overwrite what was sent from here on
             into.received(j)

@@ -5,7 +5,7 @@ The buffers are those of the plans that the run itself allocates from
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,7 @@ from megatron_untied.context_parallel.buffer_plan import (
     head_chunks_buffer,
     ring_buffers,
 )
-from megatron_untied.context_parallel.kernels import TracedFlashAttention3
+from megatron_untied.context_parallel.kernels import TracedKernel
 from megatron_untied.context_parallel.kernels.split_calls import Shape
 from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.geometry import Bytes, Geometry
@@ -81,45 +81,58 @@ def bytes_by_category(buffers: Iterable[Buffer]) -> Bytes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KernelBytes:
-    """What the backward of one layer's attention allocates beside the workspace."""
+class KernelBuffers:
+    """What one layer's attention allocates beside the workspace."""
 
-    peak: int
-    """The most that one kernel call allocates, with dK and dV that are home by then."""
-    kv_grads: int
+    in_forward: Buffer
+    """The most that one kernel call of a forward allocates, without the log-sum-exp."""
+    at_peak: tuple[Buffer, Buffer]
+    """In the call of a backward with most alive: its own scratch, and dK and dV so far."""
+    home: Buffer
     """dK and dV of this rank's own tokens, all of them."""
-    kv_grads_while_loading: int
-    """The part of them that is there when the last chunk is loaded."""
+    home_while_loading: Buffer
+    """What is there of them when the last chunk is loaded."""
 
     @classmethod
-    def of(cls, sizes: Sizes) -> "KernelBytes":
-        """Of one rank, by the formulas of FlashAttention-3.
+    def of(cls, sizes: Sizes, kernel: TracedKernel) -> "KernelBuffers":
+        """Of one rank.
 
         Raises:
             ValueError: a sequence that the kernel cannot index.
         """
         home_dtype = BackwardBuffers.plan(sizes).kv_grads.home_dtype
-        num_columns = 2 * sizes.schedule.num_kv_heads
-        all_home = sizes.sequence_sharded("home", num_columns, home_dtype).num_bytes
-        kernel = TracedFlashAttention3()
-        rows = sizes.num_ulysses * sizes.n
-        peak, home, while_loading = 0, 0, 0
+        all_home = sizes.buffer("dk_dv", sizes.n, 2 * sizes.schedule.num_kv_heads, home_dtype)
+        all_home = replace(all_home, category=MemoryCategory.KERNEL)
+        none_home = replace(all_home, numel=0)
+        scratch = Buffer(
+            name="kernel_fp32_dq", numel=0, dtype=torch.uint8, category=MemoryCategory.KERNEL
+        )
+        in_forward = replace(scratch, name="kernel_out", memory="kernel_out")
+        at_peak, home, while_loading = (scratch, none_home), none_home, none_home
         for chunk in sizes.schedule.chunks:
             while_loading = home
-            for call in chunk[sizes.rank].kernel_calls:
+            mine = chunk[sizes.rank]
+            for call in mine.kernel_calls:
                 shape = Shape(
-                    num_queries=rows,
-                    num_keys=rows,
+                    num_queries=sizes.tokens,
+                    num_keys=sizes.tokens,
                     b=sizes.b,
                     h=call.query_columns.stop - call.query_columns.start,
                     g=len(call.kv_heads),
                     d=sizes.d,
                 )
-                peak = max(peak, kernel.backward_bytes(shape) + home)
+                forward, backward = kernel.most_bytes(
+                    shape, sizes.dtype.itemsize, num_heads=len(mine.query_heads)
+                )
+                in_forward = replace(in_forward, numel=max(in_forward.numel, forward))
+                alive = replace(scratch, numel=backward), home
+                at_peak = max(at_peak, alive, key=lambda pair: sum(x.num_bytes for x in pair))
             # One tensor takes the gradients of all heads: the first that arrives allocates it.
             if any(assignment.kv_finished for assignment in chunk):
                 home = all_home
-        return cls(peak=peak, kv_grads=home, kv_grads_while_loading=while_loading)
+        return cls(
+            in_forward=in_forward, at_peak=at_peak, home=home, home_while_loading=while_loading
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +142,10 @@ class StreamedActivations:
     geometry: Geometry
     policy: ActivationPolicy
     """Which layer keeps what, and where."""
+    plan: MemoryPlan
     held: dict[tuple[Phase, int], Held]
     """The workspace by phase and layer, when the layer leaves the phase."""
-    kernel: KernelBytes
+    kernel: KernelBuffers
 
     @classmethod
     def of(cls, geometry: Geometry, rank: int) -> "StreamedActivations":
@@ -140,14 +154,21 @@ class StreamedActivations:
         return cls(
             geometry=geometry,
             policy=plan.policy,
+            plan=plan,
             held={(phase, layer): held for phase, layer, held in plan.workspace()},
-            kernel=KernelBytes.of(plan.sizes.attention),
+            kernel=KernelBuffers.of(plan.sizes.attention, geometry.kernel),
         )
 
-    def workspace(self, phase: Phase, layer: int) -> Bytes:
-        """What it holds when ``layer`` leaves ``phase``; ``BACKWARD`` is after the layer."""
-        # Added up on demand: a search looks at few layers, and at thousands of plans.
-        return bytes_by_category(self.held[phase, layer].values())
+    def workspace(self, phase: Phase, layer: int) -> tuple[Buffer, ...]:
+        """What is alive of it when ``layer`` leaves ``phase``; ``BACKWARD`` is after the layer.
+
+        Buffers that the phase takes, and memory that phases before it left there.
+        """
+        # Made on demand: a search looks at few layers, and at thousands of plans.
+        taken = () if phase is Phase.BACKWARD else self.plan.taken(phase, layer)
+        known = {id(buffer) for buffer in taken}
+        left = [x for x in self.held[phase, layer].values() if id(x) not in known]
+        return (*taken, *(replace(x, name=x.memory, because="") for x in left))
 
     def kept_forward(self, layer: int) -> Bytes:
         """On the device when the forward of ``layer`` ends."""

@@ -85,19 +85,15 @@ def _bytes_by_category(
         "around attention": around,
     }
     in_bytes = {name: setting.residual_bytes * x for name, x in in_residuals.items() if x}
-    return in_bytes | _weight_bytes(setting)
-
-
-def _weight_bytes(setting: Setting) -> dict[str, float]:
-    """Weights, gradients and moments in attention's backward, under full sharding."""
-    units = parameter_units(setting.model)
+    # Weights, gradients and moments under full sharding.
+    units = parameter_units(model)
     ends = units.embedding.numel + units.output.numel
-    output = units.output.numel or units.embedding.numel
-    return {
+    matrix = units.output.numel or units.embedding.numel
+    return in_bytes | {
         # 16 bytes per parameter: all states are fp32.
         "weights, gradients and moments": 16 * units.numel / setting.num_ranks,
         # bf16: the root unit stays gathered through backward; this layer and the next one.
         "gathered weights": 2 * (ends + 2 * units.layer.numel),
         # bf16: the output matrix' until the end, and the last layer's while it is reduced.
-        "whole gradients": 2 * (output + units.layer.numel),
+        "whole gradients": 2 * (matrix + units.layer.numel),
     }

@@ -1,4 +1,4 @@
-"""The buffers of attention by phase: how large each is, and which buffers share its memory."""
+"""The buffers alive in each phase: how large each is, and which buffers share its memory."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,15 +9,16 @@ from rich.text import Text
 
 from megatron_untied.context_parallel.buffer_plan import Buffer
 from megatron_untied.phases import Phase
-from megatron_untied.planner.activations import memory_plan, plain_buffers
+from megatron_untied.planner.activations import bytes_by_category
 from megatron_untied.planner.machine import GIB
-from megatron_untied.planner.plan import Plan, distinct_ranks
+from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.report import print_line
+from megatron_untied.planner.step import MemorySnapshot
 
 
 @dataclass(slots=True)
 class BufferUse:
-    """A buffer, and the phases in which it is used."""
+    """A buffer, and the phases in which it is alive."""
 
     buffer: Buffer
     phases: list[Phase] = field(default_factory=list)
@@ -25,45 +26,55 @@ class BufferUse:
 
 @dataclass(slots=True)
 class SharedMemory:
-    """One memory of the workspace, and all buffers that lie in it."""
+    """One memory, and all buffers that lie in it."""
 
     uses: list[BufferUse]
     num_bytes: int
     """Of the largest of its buffers."""
+    bytes_by_phase: dict[Phase, int]
+    """While it is alive: workspace memory stays as large as the largest buffer up to then."""
 
 
 def shared_memories(
-    uses: Iterable[tuple[Phase, tuple[Buffer, ...]]],
+    alive: Iterable[tuple[Phase, Sequence[Buffer]]],
 ) -> dict[str, SharedMemory]:
-    """The memories of a step by name, the largest first."""
+    """The memories of a step by name, the largest first, from what is alive in each phase."""
     found: dict[str, dict[str, BufferUse]] = {}
-    for phase, buffers in uses:
-        for buffer in buffers:
+    sizes: dict[str, dict[Phase, int]] = {}
+    for phase, buffers in alive:
+        for buffer in (buffer for buffer in buffers if buffer.num_bytes):
             use = found.setdefault(buffer.memory, {}).setdefault(buffer.name, BufferUse(buffer))
             if phase not in use.phases:
                 use.phases.append(phase)
+            if use.buffer.num_bytes < buffer.num_bytes:
+                use.buffer = buffer
+            in_phase = sizes.setdefault(buffer.memory, {})
+            in_phase[phase] = max(in_phase.get(phase, 0), buffer.num_bytes)
     memories = {}
     for name, by_name in found.items():
         # The buffer that the memory is named after comes first.
         sharing = sorted(by_name.values(), key=lambda use: bool(use.buffer.because))
-        memories[name] = SharedMemory(sharing, max(use.buffer.num_bytes for use in sharing))
+        memories[name] = SharedMemory(sharing, max(sizes[name].values()), sizes[name])
     return dict(sorted(memories.items(), key=lambda item: -item[1].num_bytes))
 
 
-def buffers_of_rank(plan: Plan) -> tuple[int, dict[str, SharedMemory]]:
-    """The Ulysses rank whose workspace is largest, and its memories."""
-    geometry = plan.geometry
-    by_rank = {
-        rank: shared_memories(
-            memory_plan(geometry, rank).uses()
-            if geometry.is_streamed
-            else plain_buffers(geometry, rank).items()
-        )
-        for rank in distinct_ranks(geometry)
-    }
-    return max(
-        by_rank.items(), key=lambda item: sum(memory.num_bytes for memory in item[1].values())
-    )
+def fullest_moments(plan: Plan) -> dict[Phase, MemorySnapshot]:
+    """For each phase the moment when its buffers take most, on the rank with the highest peak.
+
+    With tiles of weights and activations beside them another moment may be the phase's peak.
+    """
+    moments: dict[Phase, tuple[int, MemorySnapshot]] = {}
+    for snapshot in plan.snapshots:
+        num_bytes = bytes_by_category(snapshot.buffers).total()
+        if num_bytes > moments.get(snapshot.phase, (0, None))[0]:
+            moments[snapshot.phase] = num_bytes, snapshot
+    return {phase: snapshot for phase, (_, snapshot) in moments.items()}
+
+
+def memories_of(plan: Plan) -> dict[str, SharedMemory]:
+    """All memories of a step, with what lies in them at the fullest moment of each phase."""
+    moments = fullest_moments(plan).items()
+    return shared_memories((phase, moment.buffers) for phase, moment in moments)
 
 
 def print_buffers(plan: Plan, console: Console) -> None:
@@ -71,17 +82,17 @@ def print_buffers(plan: Plan, console: Console) -> None:
 
     Numbers in brackets are reasons why memory can be shared; they follow the lists.
     """
-    rank, memories = buffers_of_rank(plan)
-    used_in = {phase for memory in memories.values() for use in memory.uses for phase in use.phases}
-    reasons: dict[str, int] = {}
-    print_line(console, f"buffers of attention, Ulysses rank {rank}, in GiB")
-    for phase in (phase for phase in Phase if phase in used_in):
+    memories, reasons = memories_of(plan), {}
+    print_line(console, "buffers alive in each phase, when they take most, in GiB")
+    for phase in Phase:
         lines: list[tuple[int, str]] = []
         for name, memory in memories.items():
-            used = [use.buffer for use in memory.uses if phase in use.phases]
-            if used:
-                size = max(buffer.num_bytes for buffer in used)
-                lines.append((size, f"{name}{_sharing(name, used, reasons)}"))
+            if phase in memory.bytes_by_phase:
+                used = [use.buffer for use in memory.uses if phase in use.phases]
+                line = f"{name}{_sharing(name, used, reasons)}"
+                lines.append((memory.bytes_by_phase[phase], line))
+        if not lines:
+            continue
         print_line(console, f"{phase}: {sum(size for size, _ in lines) / GIB:.3f}")
         grid = Table.grid(padding=(0, 2))
         grid.add_column(justify="right", width=8)
@@ -109,16 +120,20 @@ def _sharing(memory: str, buffers: Sequence[Buffer], reasons: dict[str, int]) ->
         for reason, names in by_reason.items()
     ]
     owner_is_used = any(buffer.name == memory for buffer in buffers)
-    verb = " = " if owner_is_used else " for "  # otherwise only others use it in this phase
+    verb = " = " if owner_is_used else " for "  # else only others use it in this phase
     return verb + ", ".join(groups) if groups else ""
 
 
 def as_json(plan: Plan) -> list[dict[str, object]]:
-    """The memories as data; ``phases`` are those of :class:`.phases.Phase`."""
+    """The memories as data; ``phases`` are those of :class:`.phases.Phase`.
+
+    ``bytes_by_phase`` add up to what the plan counts of these categories in each phase.
+    """
     return [
         {
             "memory": name,
             "bytes": memory.num_bytes,
+            "bytes_by_phase": {str(phase): n for phase, n in memory.bytes_by_phase.items()},
             "buffers": [
                 {
                     "name": use.buffer.name,
@@ -129,5 +144,5 @@ def as_json(plan: Plan) -> list[dict[str, object]]:
                 for use in memory.uses
             ],
         }
-        for name, memory in buffers_of_rank(plan)[1].items()
+        for name, memory in memories_of(plan).items()
     ]

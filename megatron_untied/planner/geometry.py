@@ -6,13 +6,21 @@ from functools import cache
 
 from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.head_schedule import HeadSchedule, head_schedule
+from megatron_untied.context_parallel.kernels.split_calls import Shape
+from megatron_untied.context_parallel.kernels.traced import TracedKernel
 from megatron_untied.phases import MemoryCategory
+from megatron_untied.planner.kernels import planned_kernel
+from megatron_untied.planner.machine import Machine
 
 Bytes = Counter[MemoryCategory]
 """Bytes by category. ``+`` adds them up and drops categories without bytes."""
 
+
 # A search plans thousands of lengths and settings, which share few schedules.
-_cached_schedule = cache(head_schedule)
+@cache
+def _cached_schedule(*sizes, overlap: bool) -> tuple[HeadSchedule, list[tuple[int, int]]]:
+    schedule = head_schedule(*sizes, overlap=overlap)
+    return schedule, sorted(schedule.heads_of_calls)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +67,8 @@ class Geometry:
 
     schedule: HeadSchedule
     """The heads of each rank in each chunk."""
+    kernel: TracedKernel
+    """The attention kernel, which allocates and does not compute."""
     is_streamed: bool
     """Whether layers recompute; otherwise they keep all that autograd saves."""
     tokens: int
@@ -76,12 +86,14 @@ class Geometry:
     """The log-sum-exps of one layer, fp32."""
 
     @classmethod
-    def of(cls, config: RunConfig, world_size: int) -> "Geometry":
-        """The sizes of each of ``world_size`` ranks that share the run ``config``.
+    def of(cls, config: RunConfig, machine: Machine) -> "Geometry":
+        """The sizes of each rank of ``machine``, which share the run ``config``.
 
         Raises:
-            ValueError: heads per chunk that do not divide over the ranks.
+            ValueError: heads per chunk that do not divide over the ranks, or no attention kernel
+                fits the model and the GPU.
         """
+        world_size = machine.world_size
         model, parallel, batch = config.model, config.parallel, config.batch
         num_tensor, num_context = (
             parallel.tensor_model_parallel_size,
@@ -97,6 +109,19 @@ class Geometry:
         tile_rows = min(max(1, config.memory.sequence_tile_size // num_token_parts), own_rows)
         tile_tokens = tile_rows * num_token_parts * b
         itemsize = config.precision.params_dtype.itemsize
+        schedule, heads_of_calls = _cached_schedule(
+            h,
+            g,
+            num_ulysses,
+            parallel.heads_per_chunk,
+            # One rank exchanges nothing, so there is nothing to overlap and to buffer twice.
+            overlap=parallel.cp_overlap and num_ulysses > 1,
+        )
+        rows, d = n * num_ulysses, model.kv_channels
+        shapes = [
+            Shape(num_queries=rows, num_keys=rows, b=b, h=h_call, g=g_call, d=d)
+            for h_call, g_call in heads_of_calls
+        ]
         return cls(
             config=config,
             world_size=world_size,
@@ -113,24 +138,18 @@ class Geometry:
             m=model.hidden_size,
             h=h,
             g=g,
-            d=model.kv_channels,
+            d=d,
             f=model.ffn_hidden_size // num_tensor,
             v=model.padded_vocab_size(num_tensor) // num_tensor,
             itemsize=itemsize,
-            schedule=_cached_schedule(
-                h,
-                g,
-                num_ulysses,
-                parallel.heads_per_chunk,
-                # One rank exchanges nothing, so there is nothing to overlap and to buffer twice.
-                overlap=parallel.cp_overlap and num_ulysses > 1,
-            ),
+            schedule=schedule,
+            kernel=planned_kernel(config, machine.gpu, shapes, machine.kernels),
             is_streamed=config.memory.recompute_granularity is not None,
             tokens=n * b,
             residual_tokens=own_rows * b,
             tile_tokens=tile_tokens,
             num_tiles=-(-n * b // tile_tokens),
             residual_bytes=own_rows * b * model.hidden_size * itemsize,
-            output_bytes=n * b * h * model.kv_channels * itemsize,
+            output_bytes=n * b * h * d * itemsize,
             lse_bytes=n * b * h * 4,
         )

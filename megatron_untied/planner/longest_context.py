@@ -5,7 +5,7 @@ one keeps the length and takes each setting back to the fastest value that still
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_untied.config.run import OptimizationConfig, RunConfig
@@ -55,7 +55,14 @@ def longest_context(plans: list[Plan]) -> LongestContext | None:
                 best, tokens = candidate, longer
     if best is None:
         return None
-    for candidate in _between_group_sizes(best):
+    memory = best.config.memory
+    between: Iterable[int] = ()
+    if memory.recompute_granularity is not None:  # group sizes between those that were tried
+        tried = sorted(_group_sizes(best.config))
+        place = tried.index(memory.recompute_num_layers)
+        between = range(tried[max(0, place - 1)] + 1, tried[min(place + 1, len(tried) - 1)])
+    for num_layers in between:
+        candidate = best.with_settings("memory", recompute_num_layers=num_layers)
         longer = _longest(candidate, floor=tokens)
         if longer:
             best, tokens = candidate, longer
@@ -70,8 +77,9 @@ def _least_memory(plan: Plan) -> Iterator[Plan]:
     the GPU and no more of the host than their alternatives.
     """
     config = plan.config
+    overlaps = config.parallel.num_ulysses_and_ring[0] == 1  # one rank has nothing to overlap
     least = plan.with_settings(
-        "parallel", heads_per_chunk=legal_chunks(config)[0], cp_overlap=_overlaps(config)[-1]
+        "parallel", heads_per_chunk=legal_chunks(config)[0], cp_overlap=overlaps
     ).with_settings("memory", loss_chunk_size=_LOSS_CHUNKS[-1], sequence_tile_size=_TILES[-1])
     for optimization in reversed(_optimizations(config)):
         sharded = replace(least, config=replace(least.config, optimization=optimization))
@@ -84,18 +92,6 @@ def _least_memory(plan: Plan) -> Iterator[Plan]:
                     recompute_num_layers=num_layers,
                 )
         yield _without_streaming(sharded)
-
-
-def _between_group_sizes(best: Plan) -> Iterator[Plan]:
-    """``best`` with the group sizes between those that were tried."""
-    memory = best.config.memory
-    if memory.recompute_granularity is None:
-        return
-    tried = sorted(_group_sizes(best.config))
-    place = tried.index(memory.recompute_num_layers)
-    low, high = tried[max(0, place - 1)], tried[min(place + 1, len(tried) - 1)]
-    for num_layers in range(low + 1, high):
-        yield best.with_settings("memory", recompute_num_layers=num_layers)
 
 
 def _fastest(best: Plan, tokens: int) -> Plan:
@@ -138,13 +134,14 @@ def _alternatives(plan: Plan, setting: str) -> list[Plan]:
         ]
     if setting == "streaming":
         return [_without_streaming(plan)]
+    overlaps = [True, False] if config.parallel.num_ulysses_and_ring[0] > 1 else [True]
     part, name, values = {
         "granularity": ("memory", "recompute_granularity", ["selective"]),
         "parking": ("memory", "park_during_attention", [False]),
         "group size": (
             "memory", "recompute_num_layers", range(1, config.memory.recompute_num_layers),
         ),
-        "overlap": ("parallel", "cp_overlap", _overlaps(config)),
+        "overlap": ("parallel", "cp_overlap", overlaps),
         "heads per chunk": ("parallel", "heads_per_chunk", legal_chunks(config)),
         "tile size": ("memory", "sequence_tile_size", _TILES),
         "loss chunk": ("memory", "loss_chunk_size", _LOSS_CHUNKS),
@@ -220,11 +217,6 @@ def _optimizations(config: RunConfig) -> list[OptimizationConfig]:
     full = replace(given, use_torch_fsdp2=True, use_distributed_optimizer=False)
     both = replace(full, optimizer_cpu_offload=True)
     return list(dict.fromkeys([given, replace(full, optimizer_cpu_offload=False), both]))
-
-
-def _overlaps(config: RunConfig) -> list[bool]:
-    """The faster one first; a single Ulysses rank has nothing to overlap."""
-    return [True, False] if config.parallel.num_ulysses_and_ring[0] > 1 else [True]
 
 
 def _group_sizes(config: RunConfig) -> list[int]:

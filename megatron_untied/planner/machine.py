@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_untied.context_parallel.kernels.split_calls import Limits
+from megatron_untied.context_parallel.kernels.traced import SCRATCH
 from megatron_untied.platform import device
 
 GIB = 1 << 30
@@ -25,9 +27,10 @@ class Gpu:
     memory_gib: float
     bf16_tflops: float
     """Peak, dense."""
-    attention_forward_fraction: float
-    """Of the peak, that the kernel reaches on long causal sequences."""
-    attention_backward_fraction: float
+    compute_capability: int
+    """Its major number, by which kernels tell GPUs apart."""
+    attention_fractions: dict[str, tuple[float, float]]
+    """Of the peak, that a forward and a backward reach on long causal sequences, by kernel."""
     matmul_fraction: float
     memory_gb_per_second: float
     nvlink_gb_per_second: float
@@ -39,7 +42,7 @@ class Gpu:
     host_memory_gib: float
     """Of the node that the GPU is usually sold in."""
     source: str
-    """Where the rates come from."""
+    """Where memory and rates come from."""
     cuda_names: tuple[str, ...] = ()
     """Names that CUDA gives it."""
     assumed: str = ""
@@ -56,6 +59,8 @@ class Machine:
     gpu_memory_gib: float
     host_memory_gib: float
     """Of one node."""
+    kernels: dict[str, Limits] | None = None
+    """Limits of the attention kernels that are installed, by name; None: all may be."""
 
     @property
     def world_size(self) -> int:
@@ -76,10 +81,12 @@ class Machine:
 def read_gpus() -> dict[str, Gpu]:
     """The GPUs with published rates, by name."""
     text = (importlib.resources.files(__package__) / "gpus.json").read_text()
-    return {
-        name: Gpu(**values | {"cuda_names": tuple(values["cuda_names"])})
-        for name, values in json.loads(text).items()
-    }
+    gpus = {}
+    for name, values in json.loads(text).items():
+        fractions = {kernel: tuple(pair) for kernel, pair in values["attention_fractions"].items()}
+        values |= {"attention_fractions": fractions, "cuda_names": tuple(values["cuda_names"])}
+        gpus[name] = Gpu(**values)
+    return gpus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +99,8 @@ class GpuRates:
     pcie_gb_per_second: float
     nvlink_gb_per_second: float
     network_gb_per_second: float
+    compute_capability: int = 8
+    """Its kernels are those of an A100 where it is not known."""
 
 
 def unlisted_gpu(
@@ -131,11 +140,24 @@ def this_machine(groups: ProcessGroupCollection) -> Machine:
     """
     world_size = dist.get_world_size()
     gpu = this_gpu()
-    gathered: list[tuple[Gpu, int]] = [
-        (gpu, device.num_devices() or min(world_size, 8))
-    ] * world_size
-    dist.all_gather_object(gathered, gathered[0])
-    gpus, counts = zip(*gathered, strict=True)
+    here = device.current_device()
+    found = {kind.name: kind().limits for kind in SCRATCH if not kind.missing(here)}
+    mine = gpu, device.num_devices() or min(world_size, 8), found or None
+    gathered: list[tuple[Gpu, int, dict[str, Limits] | None]] = [mine] * world_size
+    dist.all_gather_object(gathered, mine)
+    gpus, counts, installed = zip(*gathered, strict=True)
+    kernels = installed[0]
+    for others in installed[1:]:
+        # What all ranks have, with the limits of the rank that indexes least.
+        kernels = (
+            kernels
+            and others
+            and {
+                name: max(limits, others[name], key=lambda each: each.indexes_calls_in_32_bits)
+                for name, limits in kernels.items()
+                if name in others
+            }
+        )
     # Equal nodes: the largest number of GPUs that every node has and that divides the ranks.
     most = min(*counts, world_size)
     gpus_per_node = next(size for size in range(most, 0, -1) if world_size % size == 0)
@@ -145,6 +167,7 @@ def this_machine(groups: ProcessGroupCollection) -> Machine:
         gpu=min(gpus, key=lambda gpu: (gpu.bf16_tflops, gpu.title)),
         gpu_memory_gib=min(gpu.memory_gib for gpu in gpus),
         host_memory_gib=min(gpu.host_memory_gib for gpu in gpus),
+        kernels=kernels,
     )
 
 
@@ -188,6 +211,7 @@ def this_gpu() -> Gpu:
         pcie_gb_per_second=link,
         nvlink_gb_per_second=link,
         network_gb_per_second=network,
+        compute_capability=properties.capability[0],
     )
     return unlisted_gpu(
         properties.name,

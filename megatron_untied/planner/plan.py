@@ -1,5 +1,6 @@
 """A run's plan: memory by category and phase, the host's, time, and whether it fits."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,7 +33,7 @@ class Plan:
     @cached_property
     def geometry(self) -> Geometry:
         """Sizes of a rank."""
-        return Geometry.of(self.config, self.machine.world_size)
+        return Geometry.of(self.config, self.machine)
 
     @cached_property
     def snapshots(self) -> tuple[MemorySnapshot, ...]:
@@ -112,6 +113,14 @@ def fits(plan: Plan, *, with_host: bool = True) -> bool:
         return plan.fits_device and (plan.fits_host or not with_host)
     except ValueError:
         return False
+
+
+def peak_bytes(plan: Plan) -> float:
+    """The peak per GPU, infinite where the kernel cannot index the sequence: for comparisons."""
+    try:
+        return plan.peak.num_bytes
+    except ValueError:
+        return math.inf
 
 
 def longest(plan: Plan, *, with_host: bool) -> int:

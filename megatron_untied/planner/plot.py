@@ -63,7 +63,16 @@ def draw(plan: Plan) -> Figure:
         f"{plan.config.model.num_layers} layers of {plan.config.model.hidden_size}"
     )
     axes.set(ylim=(0, top), ylabel="GiB per GPU", title=title)
-    _mark_limit(axes, limit, top)
+    text, is_inside = f"{limit:g} GiB for tensors", limit < top
+    if is_inside:
+        axes.axhline(limit, color="black", linestyle="--", linewidth=1)
+    axes.annotate(
+        text if is_inside else f"{text}, above this picture",
+        xy=(0, min(limit, 0.985 * top)),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 3 if is_inside else -10),
+        textcoords="offset points",
+    )
     _mark_peak(axes, snapshots, places)
     _label_groups(axes, groups)
     handles, labels = axes.get_legend_handles_labels()
@@ -84,17 +93,6 @@ def _groups(snapshots: Sequence[MemorySnapshot]) -> list[_Group]:
         places = [index + gap for index, _ in members]
         groups.append(_Group(name, places, sum(places) / len(places)))
     return groups
-
-
-def _mark_limit(axes: Axes, limit: float, top: float) -> None:
-    text = f"{limit:g} GiB for tensors"
-    if limit < top:
-        axes.axhline(limit, color="black", linestyle="--", linewidth=1)
-    else:
-        text += ", above this picture"
-    position = {"xy": (0, min(limit, 0.985 * top)), "xycoords": ("axes fraction", "data")}
-    offset = (4, 3 if limit < top else -10)
-    axes.annotate(text, **position, xytext=offset, textcoords="offset points")
 
 
 def _mark_peak(axes: Axes, snapshots: Sequence[MemorySnapshot], places: Sequence[float]) -> None:

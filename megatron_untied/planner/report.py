@@ -17,14 +17,31 @@ from megatron_untied.planner.weights import num_parameters
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print the answer, then memory by phase and category, host memory, time and disk."""
+    machine, host, time = plan.machine, plan.host, plan.time
     print_line(console, summary(plan))
     print_line(console, headline(plan))
-    if plan.machine.gpu.assumed:
-        print_line(console, f"assumed: {plan.machine.gpu.assumed}")
-    print_device(plan, console)
-    print_host(plan, console)
-    print_time(plan, console)
-    disk = Disk.of(plan.config, plan.machine.world_size)
+    if machine.gpu.assumed:
+        print_line(console, f"assumed: {machine.gpu.assumed}")
+
+    categories = _categories(snapshot.by_category for snapshot in plan.phases.values())
+    cells = {}
+    for phase, snapshot in plan.phases.items():
+        mark = " <- peak" if phase == plan.peak.phase else ""
+        row = [snapshot.num_bytes, *(snapshot.by_category[category] for category in categories)]
+        cells[phase + mark] = [_gib(num_bytes) for num_bytes in row]
+    title = "GPU, GiB at the highest moment of each phase"
+    print_table(console, title, "phase", ["all", *categories], cells)
+
+    rows = {category: host[category] for category in _categories([host])} | {"all": host.total()}
+    cells = {name: [_gib(n), _gib(n * machine.gpus_per_node)] for name, n in rows.items()}
+    print_table(console, "host, GiB", "category", ["per rank", "per node"], cells)
+
+    cells = {category: [f"{seconds:,.2f}"] for category, seconds in time.by_category.items()}
+    cells["all"] = [f"{time.seconds:,.2f}"]
+    cells["tokens/s/GPU"] = [f"{time.tokens_per_second_per_gpu:,.1f}"]
+    print_table(console, "time of a step, s, by a roofline", "category", ["seconds"], cells)
+
+    disk = Disk.of(plan.config, machine.world_size)
     print_line(console, disk.describe())
     if (shortfall := disk.shortfall()) is not None:
         print_line(console, shortfall)
@@ -52,38 +69,9 @@ def headline(plan: Plan) -> str:
         f"{num_parameters(config.model):,} parameters in {precision} on "
         f"{machine.nodes} x {machine.gpus_per_node} {machine.gpu.title}: tensor "
         f"{geometry.num_tensor} x context {geometry.num_context} x data {data_parallel}; "
-        f"{config.batch.seq_length:,} tokens, H = {geometry.residual_bytes / GIB:.3f} GiB"
+        f"{config.batch.seq_length:,} tokens, H = {geometry.residual_bytes / GIB:.3f} GiB, "
+        f"attention by {geometry.kernel.kind.name}"
     )
-
-
-def print_device(plan: Plan, console: Console) -> None:
-    """GiB per GPU: a row per phase, a column per category."""
-    categories = _categories(snapshot.by_category for snapshot in plan.phases.values())
-    cells = {}
-    for phase, snapshot in plan.phases.items():
-        mark = " <- peak" if phase == plan.peak.phase else ""
-        row = [snapshot.num_bytes, *(snapshot.by_category[category] for category in categories)]
-        cells[phase + mark] = [_gib(num_bytes) for num_bytes in row]
-    title = "GPU, GiB at the highest moment of each phase"
-    print_table(console, title, "phase", ["all", *categories], cells)
-
-
-def print_host(plan: Plan, console: Console) -> None:
-    """GiB of the host by category, per rank and per node."""
-    rows = {category: plan.host[category] for category in _categories([plan.host])}
-    rows |= {"all": plan.host.total()}
-    per_node = plan.machine.gpus_per_node
-    cells = {name: [_gib(size), _gib(size * per_node)] for name, size in rows.items()}
-    print_table(console, "host, GiB", "category", ["per rank", "per node"], cells)
-
-
-def print_time(plan: Plan, console: Console) -> None:
-    """Seconds of a step by the roofline."""
-    time = plan.time
-    rows = {category: [f"{seconds:,.2f}"] for category, seconds in time.by_category.items()}
-    rows["all"] = [f"{time.seconds:,.2f}"]
-    rows["tokens/s/GPU"] = [f"{time.tokens_per_second_per_gpu:,.1f}"]
-    print_table(console, "time of a step, s, by a roofline", "category", ["seconds"], rows)
 
 
 def verdict(plan: Plan) -> str:
@@ -108,6 +96,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "parameters": num_parameters(plan.config.model),
         "seq_length": plan.config.batch.seq_length,
         "heads_per_chunk": plan.config.parallel.heads_per_chunk,
+        "attention_kernel": plan.geometry.kernel.kind.name,
         "recompute_granularity": plan.config.memory.recompute_granularity,
         "residual_bytes": plan.geometry.residual_bytes,
         "device": {
@@ -174,15 +163,18 @@ def print_table(
     repeated. A cell is never cut or folded; labels and headers are folded between words.
     """
     cells = {name: [str(cell) for cell in row] for name, row in rows.items()}
-    folded = [_longest_word(header) for header in columns]
+    longest_word = {
+        text: max(map(len, text.split()), default=0) for text in (label, *columns, *cells)
+    }
     numbers = [max(map(len, column)) for column in zip(*cells.values(), strict=True)]
     labels = [label, *cells]
     label_width = min(
-        max(map(len, labels)), max(console.width // _LABEL_PART, *map(_longest_word, labels))
+        max(map(len, labels)),
+        max(console.width // _LABEL_PART, *(longest_word[text] for text in labels)),
     )
     room = console.width - label_width - _BORDER - 1
-    for headers in (map(len, columns), folded):  # headers are folded only where there is no room
-        widths = list(map(max, headers, numbers))
+    for width_of in (len, longest_word.get):  # headers are folded only where there is no room
+        widths = list(map(max, map(width_of, columns), numbers))
         groups = _side_by_side(widths, room)
         if len(groups) == 1:
             break
@@ -215,7 +207,3 @@ def _side_by_side(widths: Sequence[int], room: int) -> list[list[int]]:
         groups[-1].append(place)
         taken += width + _BORDER
     return groups
-
-
-def _longest_word(text: str) -> int:
-    return max(map(len, text.split()), default=0)

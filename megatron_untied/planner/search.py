@@ -9,7 +9,7 @@ from megatron_untied.config import MemoryConfig
 from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.head_schedule import legal_heads_per_chunk
 from megatron_untied.planner.machine import GIB, Machine
-from megatron_untied.planner.plan import Plan
+from megatron_untied.planner.plan import Plan, fits, peak_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def search(plan: Plan) -> tuple[list[str], Plan] | None:
         # any option than one that did not fit does not fit either. Memory is the slow part.
         if any(all(map(int.__le__, places, failed)) for failed in too_large):
             continue
-        if not candidate.fits_device:
+        if not fits(candidate, with_host=False):
             too_large.append(places)
         elif candidate.fits_host:
             return flags, replace(candidate, every_layer=True)
@@ -136,11 +136,12 @@ def choose(config: RunConfig, machine: Machine) -> Plan:
         ValueError: if none fits, with the smallest peak and the memory that there is.
     """
     plans = [Plan(each, machine, every_layer=False) for each in candidates(config, machine)]
-    fitting = (plan for plan in sorted(plans, key=lambda plan: plan.time.seconds) if plan.fits)
+    # A sequence that the kernel cannot index with these heads per chunk does not fit either.
+    fitting = (plan for plan in sorted(plans, key=lambda plan: plan.time.seconds) if fits(plan))
     chosen = next(fitting, None)
     if chosen is not None:
         return replace(chosen, every_layer=True)
-    least = min(plans, key=lambda plan: plan.peak.num_bytes)
+    least = min(plans, key=peak_bytes)
     raise ValueError(
         f"no automatic setting fits: the smallest takes {least.peak.num_bytes / GIB:.1f} of "
         f"{machine.device_bytes / GIB:.1f} GiB per GPU and {least.host.total() / GIB:.1f} of "

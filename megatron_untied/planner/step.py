@@ -1,15 +1,17 @@
 """Device memory through a step, snapshot by snapshot: one step for every kind of layer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from typing_extensions import override
 
+from megatron_untied.context_parallel.buffer_plan import Buffer
 from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.activations import (
-    KernelBytes,
+    KernelBuffers,
     StreamedActivations,
     attention_sizes,
     bytes_by_category,
@@ -21,8 +23,6 @@ from megatron_untied.planner.weights import (
     ShardedWeights,
     Stage,
     full_gradients,
-    output_and_mlp_unit,
-    qkv_unit,
 )
 
 
@@ -34,6 +34,11 @@ class MemorySnapshot:
     by_category: Bytes
     layer: int | None = None
     """Counted from 0; None outside of layers."""
+    buffers: tuple[Buffer, ...] = ()
+    """What is alive of the workspace, the residual, and what attention's kernel makes.
+
+    They are part of ``by_category``, which holds all else as well.
+    """
 
     @property
     def num_bytes(self) -> int:
@@ -41,8 +46,27 @@ class MemorySnapshot:
         return self.by_category.total()
 
 
+_LayerPeak = tuple[Phase, Bytes, Iterable[Buffer]]
+"""What is alive in a phase of a layer: by category, and as buffers beside that."""
+
+
+def _snapshot(
+    phase: Phase, other: Bytes, buffers: Iterable[Buffer] = (), layer: int | None = None
+) -> MemorySnapshot:
+    alive = tuple(buffers)
+    return MemorySnapshot(phase, other + bytes_by_category(alive), layer, alive)
+
+
+def _outside(name: str, num_bytes: int, category: MemoryCategory) -> Buffer:
+    """A tensor that is not in the workspace."""
+    return Buffer(name=name, numel=num_bytes, dtype=torch.uint8, category=category)
+
+
 class Step(ABC):
     """A step of one rank, after the first one; subclasses add the layers."""
+
+    kept: Bytes
+    """What all layers keep on the device between forward and backward; set by subclasses."""
 
     def __init__(self, geometry: Geometry, rank: int = 0, every_layer: bool = True) -> None:
         """What is alive all along.
@@ -55,12 +79,26 @@ class Step(ABC):
         """
         self.geometry, self.rank, self.every_layer = geometry, rank, every_layer
         self.weights = weights = ShardedWeights.of(geometry)
-        self.states = self._inputs() + (Bytes() if weights.is_on_host else weights.at_rest())
+        # Tokens, labels (int64) and masks (fp32) of all micro-batches; weights of one's tokens.
+        batch = 20 * geometry.n * geometry.b * geometry.num_micro_batches
+        batch += 4 * geometry.n * geometry.b
+        # fp32 cosines and sines: one table, or one per sample where positions are reset.
+        num_tables = geometry.b if geometry.config.data.reset_position_ids else 1
+        rotated = int(geometry.d * geometry.config.model.rotary.percent)
+        tables = 4 * rotated * geometry.n * num_tables
+        positions = 8 * geometry.n  # int64
+        # Megatron-core's one buffer for what sequence parallelism gathers: [tokens, m]. It is
+        # never freed, so it counts in every phase.
+        gathered_tokens = geometry.tile_tokens if geometry.is_streamed else geometry.tokens
+        gathered_tokens *= geometry.num_token_parts > 1
+        gathered = gathered_tokens * geometry.m * geometry.itemsize
+        inputs = {MemoryCategory.INPUTS: batch + tables + positions, MemoryCategory.TILES: gathered}
+        self.states = Bytes(inputs) + (Bytes() if weights.is_on_host else weights.at_rest())
         """Through a whole step: weights, moments, and what every layer reads."""
         has_gradients = geometry.num_micro_batches > 1  # of the micro-batches before
         self.in_forward = self.states + (weights.gradients(None) if has_gradients else Bytes())
         """Through a whole forward."""
-        self.residual = Bytes({MemoryCategory.RESIDUAL: geometry.residual_bytes})
+        self.residual = (_outside("residual", geometry.residual_bytes, MemoryCategory.RESIDUAL),)
         """The residual, in backward its gradient: [n, b, m] or a part of it."""
 
     def snapshots(self) -> Iterator[MemorySnapshot]:
@@ -68,42 +106,39 @@ class Step(ABC):
         num_layers, weights, units = self.geometry.num_layers, self.weights, self.weights.units
         residual = self.residual
 
-        lookup = self.in_forward + weights.gathered(Stage.EMBEDDING) + residual
-        yield MemorySnapshot(Phase.FORWARD, lookup)
+        lookup = self.in_forward + weights.gathered(Stage.EMBEDDING)
+        yield _snapshot(Phase.FORWARD, lookup, residual)
         for layer in self._layers:
-            for phase, alive in self.layer_forward(layer):
-                yield MemorySnapshot(phase, alive, layer)
+            for phase, alive, buffers in self.layer_forward(layer):
+                yield _snapshot(phase, alive, buffers, layer)
 
-        before_loss = self.in_forward + self.kept() + residual
-        yield MemorySnapshot(Phase.FORWARD, before_loss + weights.gathered(Stage.BEFORE_LOSS))
+        before_loss = self.in_forward + self.kept
+        at_loss = before_loss + weights.gathered(Stage.BEFORE_LOSS)
+        yield _snapshot(Phase.FORWARD, at_loss, residual)
         in_loss = before_loss + weights.gathered(Stage.LOSS) + loss_bytes(self.geometry)
-        yield MemorySnapshot(Phase.LOSS, in_loss)
+        yield _snapshot(Phase.LOSS, in_loss, residual)
 
         # The reduction of the output matrix' gradient starts while the last layer arrives.
-        after_loss = self.in_backward(0) + self.kept() + residual
+        after_loss = self.in_backward(0) + self.kept
         after_loss += weights.gathered(Stage.AFTER_LAYER_BACKWARD, num_layers)
         after_loss += weights.reducing(units.output) + full_gradients(units.output)
-        yield MemorySnapshot(Phase.BACKWARD, after_loss)
+        yield _snapshot(Phase.BACKWARD, after_loss, residual)
         for layer in reversed(self._layers):
-            for phase, alive in self.layer_backward(layer):
-                yield MemorySnapshot(phase, alive, layer)
+            for phase, alive, buffers in self.layer_backward(layer):
+                yield _snapshot(phase, alive, buffers, layer)
 
         embedding = weights.gradients(None) - weights.gradients(num_layers)
-        lookup_backward = self.in_backward(num_layers) + residual + embedding
-        yield MemorySnapshot(Phase.BACKWARD, lookup_backward + weights.embedding_gradient())
-        yield MemorySnapshot(Phase.OPTIMIZER, self.states + weights.gradients(None))
+        lookup_backward = self.in_backward(num_layers) + embedding + weights.embedding_gradient()
+        yield _snapshot(Phase.BACKWARD, lookup_backward, residual)
+        yield _snapshot(Phase.OPTIMIZER, self.states + weights.gradients(None))
 
     @abstractmethod
-    def layer_forward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
+    def layer_forward(self, layer: int) -> Iterator[_LayerPeak]:
         """The peaks of one layer's forward."""
 
     @abstractmethod
-    def layer_backward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
+    def layer_backward(self, layer: int) -> Iterator[_LayerPeak]:
         """The peaks of one layer's backward."""
-
-    @abstractmethod
-    def kept(self) -> Bytes:
-        """What all layers keep on the device between forward and backward."""
 
     @cached_property
     def _layers(self) -> list[int]:
@@ -119,21 +154,6 @@ class Step(ABC):
         layers |= {num_layers - 2, num_layers - 1}
         return sorted(i for i in layers if 0 <= i < num_layers)
 
-    def _inputs(self) -> Bytes:
-        """The batch, the rotary table, and the buffer of sequence parallelism."""
-        geo = self.geometry
-        # Tokens, labels (int64) and masks (fp32) of all micro-batches; weights of one's tokens.
-        batch = 20 * geo.n * geo.b * geo.num_micro_batches + 4 * geo.n * geo.b
-        # fp32 cosines and sines: one table, or one per sample where positions are reset.
-        tables = geo.b if geo.config.data.reset_position_ids else 1
-        rotated = int(geo.d * geo.config.model.rotary.percent)
-        positions = 8 * geo.n
-        inputs = batch + 4 * rotated * geo.n * tables + positions
-        # Megatron-core's one buffer for what sequence parallelism gathers: [tokens, m].
-        gathered_tokens = geo.tile_tokens if geo.is_streamed else geo.tokens
-        gathered = gathered_tokens * geo.m * geo.itemsize if geo.num_token_parts > 1 else 0
-        return Bytes({MemoryCategory.INPUTS: inputs, MemoryCategory.TILES: gathered})
-
     def in_backward(self, num_layers_done: int) -> Bytes:
         """Through a backward, with the gradients that are done.
 
@@ -144,11 +164,6 @@ class Step(ABC):
         if self.geometry.num_micro_batches > 1:  # all gradients are there already
             return self.in_forward + tied
         return self.states + self.weights.gradients(num_layers_done) + tied
-
-    @cached_property
-    def residual(self) -> Bytes:
-        """The residual, in backward its gradient: [n, b, m] or a part of it."""
-        return Bytes({MemoryCategory.RESIDUAL: self.geometry.residual_bytes})
 
     def around_layer_backward(self, layer: int) -> Bytes:
         """Alive all along the backward of ``layer``, but for activations."""
@@ -167,65 +182,72 @@ class StreamedStep(Step):
         """As a step, with what layers keep, their workspace, and temporaries of tiles."""
         super().__init__(geometry, rank, every_layer)
         self.activations = StreamedActivations.of(geometry, rank)
-        self.tiles = Tiles.of(geometry)
+        self.kept = self.activations.kept_forward(geometry.num_layers - 1)
+        self.tiles = Tiles.of(geometry, self.weights.units)
         # Parked, the residual is on the host while attention runs.
         is_parked = self.activations.policy.park
-        self.residual_in_attention = Bytes() if is_parked else self.residual
+        self.residual_in_attention = () if is_parked else self.residual
 
     @override
-    def layer_forward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
+    def layer_forward(self, layer: int) -> Iterator[_LayerPeak]:
         kept, policy = self.activations, self.activations.policy
         alive = self.in_forward + self.weights.gathered(Stage.LAYER_FORWARD, layer)
         alive += kept.kept_forward(layer)
         lse = Bytes({MemoryCategory.KEPT: self.geometry.lse_bytes})
 
-        attention = alive + self.residual_in_attention + self.tiles.projection
-        attention += kept.workspace(Phase.ATTENTION_FORWARD, layer)
+        in_attention = kept.workspace(Phase.ATTENTION_FORWARD, layer)
+        in_attention = (*self.residual_in_attention, *in_attention)
         # Log-sum-exps that stay on the device are already counted with what is kept.
         is_counted = policy.selective and not policy.layers[layer].lse_on_host
-        yield Phase.ATTENTION_FORWARD, attention + (Bytes() if is_counted else lse)
+        attention = alive + (Bytes() if is_counted else lse)
+        yield Phase.ATTENTION_FORWARD, attention + self.tiles.projection, in_attention
+        # A chunk is projected before the kernel of the one before it is called, never during it.
+        yield Phase.ATTENTION_FORWARD, attention, (*in_attention, kept.kernel.in_forward)
 
-        mlp = alive + self.residual + self.tiles.mlp_forward
-        mlp += kept.workspace(Phase.MLP_FORWARD, layer)
-        yield Phase.MLP_FORWARD, mlp + (Bytes() if policy.selective else lse)
+        mlp = alive + self.tiles.mlp_forward + (Bytes() if policy.selective else lse)
+        in_mlp = kept.workspace(Phase.MLP_FORWARD, layer)
+        yield Phase.MLP_FORWARD, mlp, (*self.residual, *in_mlp)
 
     @override
-    def layer_backward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
+    def layer_backward(self, layer: int) -> Iterator[_LayerPeak]:
         geo, policy, workspace = self.geometry, self.activations.policy, self.activations.workspace
         alive = self.around_layer_backward(layer) + self.activations.kept_backward(layer)
         if policy.layers[layer].lse_on_host:  # fetched for the whole layer
             alive += Bytes({MemoryCategory.KEPT: geo.lse_bytes})
         if layer == policy.layers[layer].group[-1]:
-            yield from self._recompute_group(layer, alive + self.residual)
+            yield from self._recompute_group(layer, alive)
 
         # Gradients of weights are summed over tiles in fp32, those of a first tile are not yet.
-        mlp_gradients = full_gradients(output_and_mlp_unit(geo.config.model, geo.num_tensor))
-        qkv_gradients = full_gradients(qkv_unit(geo.config.model, geo.num_tensor))
+        units = self.weights.units
+        mlp_gradients, qkv_gradients = map(full_gradients, (units.output_and_mlp, units.qkv))
         has_sums = geo.num_tiles > 1
-        mlp = alive + self.residual + workspace(Phase.MLP_BACKWARD, layer)
+        in_mlp = (*self.residual, *workspace(Phase.MLP_BACKWARD, layer))
         sums = mlp_gradients if has_sums else Bytes()
-        yield Phase.MLP_BACKWARD, mlp + self.tiles.mlp_backward + sums
-        yield Phase.MLP_BACKWARD, mlp + self.tiles.mlp_backward_end + mlp_gradients
+        yield Phase.MLP_BACKWARD, alive + self.tiles.mlp_backward + sums, in_mlp
+        yield Phase.MLP_BACKWARD, alive + self.tiles.mlp_backward_end + mlp_gradients, in_mlp
 
-        kernel = self.activations.kernel
-        attention = alive + self.residual_in_attention + mlp_gradients
-        attention += workspace(Phase.ATTENTION_BACKWARD, layer)
-        loading = Bytes({MemoryCategory.KERNEL: kernel.kv_grads_while_loading})
-        yield Phase.ATTENTION_BACKWARD, attention + loading + self.tiles.projection
-        most = Bytes({MemoryCategory.KERNEL: max(kernel.peak, kernel.kv_grads)})
-        yield Phase.ATTENTION_BACKWARD, attention + most
+        kernel, attention = self.activations.kernel, alive + mlp_gradients
+        in_attention = workspace(Phase.ATTENTION_BACKWARD, layer)
+        in_attention = (*self.residual_in_attention, *in_attention)
+        loading = attention + self.tiles.projection
+        yield Phase.ATTENTION_BACKWARD, loading, (*in_attention, kernel.home_while_loading)
+        yield Phase.ATTENTION_BACKWARD, attention, (*in_attention, *kernel.at_peak)
+        yield Phase.ATTENTION_BACKWARD, attention, (*in_attention, kernel.home)
 
-        qkv = alive + self.residual + workspace(Phase.QKV_BACKWARD, layer)
-        qkv += Bytes({MemoryCategory.SLOTS: kernel.kv_grads}) + self.tiles.qkv_backward
+        qkv = alive + self.tiles.qkv_backward
         qkv += mlp_gradients + (qkv_gradients if has_sums else Bytes())
-        yield Phase.QKV_BACKWARD, qkv
-        yield Phase.BACKWARD, self._after_layer_backward(layer)
+        in_qkv = workspace(Phase.QKV_BACKWARD, layer)
+        dk_dv = replace(kernel.home, category=MemoryCategory.SLOTS)
+        yield Phase.QKV_BACKWARD, qkv, (*self.residual, *in_qkv, dk_dv)
 
-    @override
-    def kept(self) -> Bytes:
-        return self.activations.kept_forward(self.geometry.num_layers - 1)
+        # Afterwards the reduction of the layer's gradients starts, while the next one arrives.
+        after = self.in_backward(geo.num_layers - layer)
+        after += self.weights.gathered(Stage.AFTER_LAYER_BACKWARD, layer)
+        after += self.weights.reducing(units.layer) + full_gradients(units.layer)
+        after += self.activations.kept_backward(layer - 1) if layer else Bytes()
+        yield Phase.BACKWARD, after, (*self.residual, *workspace(Phase.BACKWARD, layer))
 
-    def _recompute_group(self, layer: int, alive: Bytes) -> Iterator[tuple[Phase, Bytes]]:
+    def _recompute_group(self, layer: int, alive: Bytes) -> Iterator[_LayerPeak]:
         """The group that ends with ``layer`` is recomputed when the backward of ``layer`` begins.
 
         Every layer but the last makes the input of the next one, which is then copied to where it
@@ -233,81 +255,36 @@ class StreamedStep(Step):
         """
         policy, workspace = self.activations.policy, self.activations.workspace
         if not policy.selective:
-            attention = alive + workspace(Phase.RECOMPUTE_ATTENTION, layer)
-            yield Phase.RECOMPUTE_ATTENTION, attention + self.tiles.projection
+            in_attention = (*self.residual, *workspace(Phase.RECOMPUTE_ATTENTION, layer))
+            yield Phase.RECOMPUTE_ATTENTION, alive + self.tiles.projection, in_attention
+            in_kernel = self.activations.kernel.in_forward
+            yield Phase.RECOMPUTE_ATTENTION, alive, (*in_attention, in_kernel)
         members = layer - policy.layers[layer].group[0] + 1
         if members == 1:
             return
-        alive += workspace(Phase.RECOMPUTE_MLP, layer - 1)
-        yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward
-        yield Phase.BACKWARD, alive + self.residual
+        in_mlp = (*self.residual, *workspace(Phase.RECOMPUTE_MLP, layer - 1))
+        size = self.geometry.residual_bytes
+        recomputed = _outside("recomputed_input", size, MemoryCategory.RESIDUAL)
+        yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward, in_mlp
+        yield Phase.BACKWARD, alive, (*in_mlp, recomputed)
         if members == 2:
             return
         # One layer earlier the next layer's weights arrive, and the last input is not there yet.
-        alive += self.weights.gathered(Stage.RECOMPUTE_AHEAD)
+        alive = alive + self.weights.gathered(Stage.RECOMPUTE_AHEAD)  # += would change the caller's
         if not policy.layers[layer].input_on_host:
             alive -= Bytes({MemoryCategory.KEPT: self.geometry.residual_bytes})
-        yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward
-        yield Phase.BACKWARD, alive + self.residual
-
-    def _after_layer_backward(self, layer: int) -> Bytes:
-        """When the reduction of the layer's gradients starts."""
-        unit = self.weights.units.layer
-        alive = self.in_backward(self.geometry.num_layers - layer) + self.residual
-        alive += self.weights.gathered(Stage.AFTER_LAYER_BACKWARD, layer)
-        alive += self.weights.reducing(unit) + full_gradients(unit)
-        alive += self.activations.workspace(Phase.BACKWARD, layer)
-        return alive + (self.activations.kept_backward(layer - 1) if layer else Bytes())
+        yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward, in_mlp
+        yield Phase.BACKWARD, alive, (*in_mlp, recomputed)
 
 
 class PlainStep(Step):
     """A step whose layers keep all that autograd saves."""
 
-    @cached_property
-    def attention(self) -> dict[Phase, Bytes]:
-        """The workspace in attention, forward and backward."""
-        buffers = plain_buffers(self.geometry, self.rank)
-        kernel = KernelBytes.of(attention_sizes(self.geometry, self.rank))
-        # dO before it is in slots, and dK and dV beside the kernel's own peak.
-        beside = Bytes(
-            {
-                MemoryCategory.KERNEL: kernel.peak + kernel.kv_grads,
-                MemoryCategory.SLOTS: self.geometry.output_bytes,
-            }
-        )
-        return {
-            phase: bytes_by_category(used)
-            + (beside if phase is Phase.ATTENTION_BACKWARD else Bytes())
-            for phase, used in buffers.items()
-        }
-
-    @override
-    def layer_forward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
-        alive = self.in_forward + self.weights.gathered(Stage.LAYER_FORWARD, layer)
-        alive += self._saved(layer + 1) + self.residual
-        yield Phase.ATTENTION_FORWARD, alive + self.attention[Phase.ATTENTION_FORWARD]
-
-    @override
-    def layer_backward(self, layer: int) -> Iterator[tuple[Phase, Bytes]]:
-        geo, is_gated = self.geometry, self.geometry.config.model.swiglu
-        alive = self.around_layer_backward(layer) + self._saved(layer + 1) + self.residual
-        gradient = geo.tokens * geo.f * (2 if is_gated else 1)  # [n, b, 2 f or f]
-        matrix = geo.m * geo.f
-        mlp = Bytes({MemoryCategory.TILES: (gradient + matrix) * geo.itemsize})
-        yield Phase.BACKWARD, alive + mlp
-
-        # What the MLP and the norm before it saved is gone when attention's backward begins.
-        freed = geo.tokens * geo.f * (5 if is_gated else 2) + 2 * geo.residual_tokens * geo.m
-        alive -= Bytes({MemoryCategory.KEPT: freed * geo.itemsize})
-        yield Phase.ATTENTION_BACKWARD, alive + self.attention[Phase.ATTENTION_BACKWARD]
-
-    @override
-    def kept(self) -> Bytes:
-        return self._saved(self.geometry.num_layers)
-
-    def _saved(self, num_layers: int) -> Bytes:
-        """What autograd saves of so many layers, counted from megatron-core's modules."""
-        geo, model = self.geometry, self.geometry.config.model
+    def __init__(self, geometry: Geometry, rank: int = 0, every_layer: bool = True) -> None:
+        """As a step, with what autograd saves per layer, and what is alive in attention."""
+        super().__init__(geometry, rank, every_layer)
+        geo, model = geometry, geometry.config.model
+        # What autograd saves of a layer, counted from megatron-core's modules.
         heads = geo.h + 2 * geo.g + geo.h  # q, k, v, o
         heads += geo.h if 1 < geo.g < geo.h else 0  # grouped queries are made contiguous
         heads += geo.h + geo.g if model.qk_layernorm else 0
@@ -316,4 +293,38 @@ class PlainStep(Step):
         wide = 4 // geo.itemsize if model.normalization == "LayerNorm" else 1
         norms = 2 * (1 + wide) * geo.residual_tokens * geo.m
         numel = norms + geo.tokens * (heads * geo.d + inner)
-        return Bytes({MemoryCategory.KEPT: num_layers * (numel * geo.itemsize + geo.lse_bytes)})
+        self.saved_bytes = numel * geo.itemsize + geo.lse_bytes
+        """Of one layer."""
+        self.kept = Bytes({MemoryCategory.KEPT: geo.num_layers * self.saved_bytes})
+
+        self.attention = plain_buffers(geo, rank)
+        """What is alive in attention, forward and backward."""
+        kernel = KernelBuffers.of(attention_sizes(geo, rank), geo.kernel)
+        # dO before it is in slots, and dK and dV as autograd takes them beside the kernel's peak.
+        incoming = _outside("incoming_d_out", geo.output_bytes, MemoryCategory.SLOTS)
+        returned = replace(kernel.home, name="returned_dk_dv", memory="returned_dk_dv")
+        self.attention[Phase.ATTENTION_FORWARD] += (kernel.in_forward,)
+        self.attention[Phase.ATTENTION_BACKWARD] += (*kernel.at_peak, incoming, returned)
+
+    @override
+    def layer_forward(self, layer: int) -> Iterator[_LayerPeak]:
+        alive = self.in_forward + self.weights.gathered(Stage.LAYER_FORWARD, layer)
+        alive += Bytes({MemoryCategory.KEPT: (layer + 1) * self.saved_bytes})
+        in_attention = self.attention[Phase.ATTENTION_FORWARD]
+        yield Phase.ATTENTION_FORWARD, alive, (*self.residual, *in_attention)
+
+    @override
+    def layer_backward(self, layer: int) -> Iterator[_LayerPeak]:
+        geo, is_gated = self.geometry, self.geometry.config.model.swiglu
+        alive = self.around_layer_backward(layer)
+        alive += Bytes({MemoryCategory.KEPT: (layer + 1) * self.saved_bytes})
+        gradient = geo.tokens * geo.f * (2 if is_gated else 1)  # [n, b, 2 f or f]
+        matrix = geo.m * geo.f
+        mlp = Bytes({MemoryCategory.TILES: (gradient + matrix) * geo.itemsize})
+        yield Phase.BACKWARD, alive + mlp, self.residual
+
+        # What the MLP and the norm before it saved is gone when attention's backward begins.
+        freed = geo.tokens * geo.f * (5 if is_gated else 2) + 2 * geo.residual_tokens * geo.m
+        alive -= Bytes({MemoryCategory.KEPT: freed * geo.itemsize})
+        in_attention = self.attention[Phase.ATTENTION_BACKWARD]
+        yield Phase.ATTENTION_BACKWARD, alive, (*self.residual, *in_attention)

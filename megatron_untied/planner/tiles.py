@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_untied.phases import MemoryCategory
 from megatron_untied.planner.geometry import Bytes, Geometry
-from megatron_untied.planner.weights import output_and_mlp_unit, qkv_unit
+from megatron_untied.planner.weights import ParameterUnits
 
 _ROTATED_AT_ONCE = 1 << 23
 """Elements that a rotation has in fp32 at a time; see ``rope.py``."""
@@ -30,8 +30,11 @@ class Tiles:
     """The backward of QKV projection and norm."""
 
     @classmethod
-    def of(cls, geometry: Geometry) -> "Tiles":
-        """Of one rank. Shapes in comments: t tokens of a tile, m, f, h, g, d of the geometry."""
+    def of(cls, geometry: Geometry, units: ParameterUnits) -> "Tiles":
+        """Of one rank, which holds ``units``.
+
+        Shapes in comments: t tokens of a tile, m, f, h, g, d of the geometry.
+        """
         geo, model = geometry, geometry.config.model
         gathers = geo.num_token_parts > 1
         hidden = geo.tile_tokens * geo.m  # [t, m], gathered over tensor-parallel ranks
@@ -57,8 +60,8 @@ class Tiles:
         up_gradients = (2 if model.swiglu else 1) * inner + own + hidden
         up_gradients += (3 if model.swiglu else 2) * matrix
         mlp_backward = outside + max(gate_gradients, up_gradients)
-        mlp_weights = output_and_mlp_unit(model, geo.num_tensor).numel
-        mlp_backward_end = outside + attended + mlp_weights
+        # A tile's weight gradients, in the model's dtype until they join the fp32 sums.
+        mlp_backward_end = outside + attended + units.output_and_mlp.numel
 
         # QKV backward: q, k, v and their gradients beside all that they are made from.
         qkv, kv = (geo.tile_tokens * heads * geo.d for heads in (geo.h + 2 * geo.g, 2 * geo.g))
@@ -67,7 +70,7 @@ class Tiles:
         converted = kv if geo.schedule.shares_kv_heads and geo.itemsize < 4 else 0
         last_tile = own if geo.num_tiles > 1 else 0
         qkv_backward = 2 * qkv + copied + attended + converted + last_tile + 2 * own
-        qkv_backward += qkv_unit(model, geo.num_tensor).numel
+        qkv_backward += units.qkv.numel
         if gathers:
             rotary = geo.tile_tokens * geo.d * 4 // geo.itemsize
             qkv_backward += hidden + (0 if converted else kv) + rotary

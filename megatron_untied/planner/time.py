@@ -1,14 +1,16 @@
 """How long a step takes by a roofline: work over achieved rates, and what nothing hides.
 
 Attention and matrix products run one after the other. Exchanges hide behind attention if they
-overlap with it; copies to the host and gathers of weights hide behind all of a layer. Only what is
-left over counts. The estimate ranks settings, and shows when a step takes hours.
+overlap with it; copies to the host and gathers of weights hide behind all of a layer, but for tiles
+of the attention output. Only what is left over counts. The estimate ranks settings, and shows when
+a step takes hours.
 """
 
 from dataclasses import dataclass
 
 from megatron_untied.flops import attention_flops
 from megatron_untied.planner.geometry import Geometry
+from megatron_untied.planner.kernels import attention_units
 from megatron_untied.planner.machine import Machine
 from megatron_untied.planner.weights import ShardedWeights
 
@@ -39,16 +41,23 @@ class StepTime:
         if geo.schedule.overlap:  # the first chunk and the last one have nothing to hide behind
             ends = exchange / len(geo.schedule.chunks)
             exposed_exchange = ends + max(0.0, exchange - ends - attention)
-        host_copies, gathers = _host_copy_seconds(geo, machine), _gather_seconds(geo, machine)
+        # Every pass over the chunks starts each of them: it reads and normalizes the layer's input.
+        passes = 3 if geo.config.memory.recompute_granularity == "full" else 2
+        traffic = 3 * geo.residual_bytes * geo.is_streamed
+        chunk_start = traffic / (machine.gpu.memory_gb_per_second * _GIGA) + _CHUNK_LATENCY
+        starts = passes * len(geo.schedule.chunks) * chunk_start
+        host_copies, exposed_copies = _host_copy_seconds(geo, machine)
+        gathers, optimizer = _sharding_seconds(geo, machine)
         seconds = {
             "attention": layers * attention,
             "linear layers": layers * linear,
             "loss": geo.num_micro_batches * loss,
             "exchanges, not hidden": layers * exposed_exchange,
-            "starting chunks": layers * _chunk_start_seconds(geo, machine),
+            "starting chunks": layers * starts,
+            "host copies of tiles": layers * exposed_copies,
             "host copies, not hidden": layers * max(0.0, host_copies - attention - linear),
             "gathers of weights, not hidden": layers * max(0.0, gathers - attention - linear),
-            "optimizer": _optimizer_seconds(geo, machine),
+            "optimizer": optimizer,
         }
         by_category = {category: value for category, value in seconds.items() if value}
         total = sum(by_category.values())
@@ -71,9 +80,8 @@ def _compute_seconds(geo: Geometry, machine: Machine) -> tuple[float, float, flo
     # The rank with the most heads has more than an even share, and the others wait for it.
     imbalance = -(-geo.h // geo.num_ulysses) * geo.num_ulysses / geo.h
     flops *= geo.b / (geo.num_tensor * geo.num_context) * imbalance
-    # In units of a forward: 2 products forward, 5 backward.
     forwards = 2 if attends_twice else 1
-    units = forwards / gpu.attention_forward_fraction + 2.5 / gpu.attention_backward_fraction
+    units = attention_units(gpu.attention_fractions[geo.kernel.kind.name], forwards)
     attention = flops * units / peak
 
     qkv = geo.m * (geo.h + 2 * geo.g) * geo.d
@@ -107,48 +115,43 @@ def _exchange_seconds(geo: Geometry, machine: Machine) -> float:
     return seconds + (ring / _link_rate(machine, geo.num_context * geo.num_tensor) if ring else 0.0)
 
 
-def _chunk_start_seconds(geo: Geometry, machine: Machine) -> float:
-    """One layer's cost of having chunks: each reads and normalizes the input, starts kernels."""
-    passes = 3 if geo.config.memory.recompute_granularity == "full" else 2
-    traffic = 3 * geo.residual_bytes * geo.is_streamed
-    seconds = traffic / (machine.gpu.memory_gb_per_second * _GIGA) + _CHUNK_LATENCY
-    return passes * len(geo.schedule.chunks) * seconds
+def _host_copy_seconds(geo: Geometry, machine: Machine) -> tuple[float, float]:
+    """An average layer's copies in the busier direction, which is to the device.
 
-
-def _host_copy_seconds(geo: Geometry, machine: Machine) -> float:
-    """An average layer's copies in the busier direction, which is to the device."""
+    Those beside compute, and those that compute waits for: the attention output of a tile is read
+    when the tile is computed, in forward and in backward, and so are the gradients of a parked one.
+    """
     if not geo.is_streamed:
-        return 0.0
+        return 0.0, 0.0
     memory, chunks = geo.config.memory, len(geo.schedule.chunks)
     reads = (4 + chunks) * geo.residual_bytes  # each chunk is projected from the input
     outputs = 2 * geo.output_bytes
     on_host = memory.cpu_offloading_num_layers / geo.num_layers
-    moved = on_host * (reads + outputs)
+    moved, waited_for = on_host * reads, on_host * outputs
     if memory.park_during_attention:
-        moved = reads * (1 + chunks / (4 + chunks)) + 2 * outputs + 2 * geo.residual_bytes
-    return moved / (machine.gpu.pcie_gb_per_second * _GIGA)
+        moved = reads * (1 + chunks / (4 + chunks)) + 2 * geo.residual_bytes
+        waited_for = 2 * outputs
+    rate = machine.gpu.pcie_gb_per_second * _GIGA
+    return moved / rate, waited_for / rate
 
 
-def _gather_seconds(geo: Geometry, machine: Machine) -> float:
-    """One layer's weights for forward and for backward, and its fp32 gradient."""
-    weights = ShardedWeights.of(geo)
-    if not weights.is_full:
-        return 0.0
-    numel = weights.units.layer.numel * (1 - 1 / geo.num_sharding)
-    return numel * (2 * geo.itemsize + 4) / _link_rate(machine, geo.world_size)
-
-
-def _optimizer_seconds(geo: Geometry, machine: Machine) -> float:
-    """Reads and writes of weights, gradients and moments, and the reduction of whole gradients."""
+def _sharding_seconds(geo: Geometry, machine: Machine) -> tuple[float, float]:
+    """One layer's gathers of weights and reduction of its gradient, and the optimizer's step."""
     weights, gpu = ShardedWeights.of(geo), machine.gpu
-    numel = weights.units.numel
+    numel, link_rate = weights.units.numel, _link_rate(machine, geo.world_size)
+    gathers, reduced = 0.0, 0.0
+    if weights.is_full:
+        # Weights are gathered for forward and again for backward; gradients are reduced in fp32,
+        # layer by layer, during backward.
+        received = weights.units.layer.numel * (1 - 1 / geo.num_sharding)
+        gathers = received * (2 * geo.itemsize + 4) / link_rate
+    elif geo.num_sharding > 1:
+        reduced = 6.0 * numel  # whole gradients, after the backward
     is_sharded = weights.is_full or geo.config.optimization.use_distributed_optimizer
     rows = numel / (geo.num_sharding if is_sharded else 1)
     rate = gpu.pcie_gb_per_second if weights.is_on_host else gpu.memory_gb_per_second
-    # Full sharding reduces layer by layer, during backward.
-    reduced = 0.0 if weights.is_full or geo.num_sharding == 1 else 6.0 * numel
     # 28 bytes per element: weight, both moments read and written, gradient read.
-    return 28 * rows / (rate * _GIGA) + reduced / _link_rate(machine, geo.world_size)
+    return gathers, 28 * rows / (rate * _GIGA) + reduced / link_rate
 
 
 def _link_rate(machine: Machine, num_ranks: int) -> float:

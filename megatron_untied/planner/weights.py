@@ -41,7 +41,12 @@ class Unit:
 class ParameterUnits:
     """A tensor-parallel rank's share of a model."""
 
+    qkv: Unit
+    """A layer's part before attention: input norm, QKV projection, norms of queries and keys."""
+    output_and_mlp: Unit
+    """A layer's part after attention: output projection, norm, MLP."""
     layer: Unit
+    """Both: FSDP2 gathers them together."""
     embedding: Unit
     output: Unit
     """Without parameters if the embedding is the output matrix too."""
@@ -56,15 +61,30 @@ class ParameterUnits:
 
 def parameter_units(model: ModelConfig, num_tensor: int = 1) -> ParameterUnits:
     """What one of ``num_tensor`` tensor-parallel ranks holds, its vocabulary padded."""
-    rows = model.padded_vocab_size(num_tensor) // num_tensor
-    matrix = Unit(shapes=((rows, model.hidden_size),))
+    m, d, f = model.hidden_size, model.kv_channels, model.ffn_hidden_size // num_tensor
+    per_norm = 2 if model.normalization == "LayerNorm" else 1  # RMSNorm has no bias
+    norm = per_norm * [(m,)]
+
+    qkv_rows = (model.num_attention_heads + 2 * model.num_query_groups) * d // num_tensor
+    has_qkv_bias = model.add_bias_linear or model.add_qkv_bias
+    before_attention = [*norm, (qkv_rows, m), *[(qkv_rows,)] * has_qkv_bias]
+    # Norms of queries and keys run over one head, so tensor-parallel ranks hold them whole.
+    before_attention += 2 * per_norm * [(d,)] * model.qk_layernorm
+
+    width = model.num_attention_heads * d // num_tensor
+    up = 2 * f if model.swiglu else f  # the gate and what it multiplies are one matrix
+    after_attention: list[Shape] = []
+    for linear, its_norm in (((m, width), []), ((up, m), norm), ((m, f), [])):
+        after_attention += [*its_norm, linear, *[linear[:1]] * model.add_bias_linear]
+
+    matrix = Unit(shapes=((model.padded_vocab_size(num_tensor) // num_tensor, m),))
     is_tied = not model.untie_embeddings_and_output_weights
-    qkv, output_and_mlp = qkv_unit(model, num_tensor), output_and_mlp_unit(model, num_tensor)
-    layer = Unit(shapes=(*qkv.shapes, *output_and_mlp.shapes))
-    output = Unit(shapes=()) if is_tied else matrix
-    rest = Unit(shapes=_norm_shapes(model, model.hidden_size))
+    layer = Unit(shapes=(*before_attention, *after_attention))
+    output, rest = Unit(shapes=()) if is_tied else matrix, Unit(shapes=tuple(norm))
     units = (matrix, *[layer] * model.num_layers, output, rest)
     return ParameterUnits(
+        qkv=Unit(shapes=tuple(before_attention)),
+        output_and_mlp=Unit(shapes=tuple(after_attention)),
         layer=layer,
         embedding=matrix,
         output=output,
@@ -73,36 +93,6 @@ def parameter_units(model: ModelConfig, num_tensor: int = 1) -> ParameterUnits:
         is_tied=is_tied,
         numel=sum(unit.numel for unit in units),
     )
-
-
-def qkv_unit(model: ModelConfig, num_tensor: int) -> Unit:
-    """What a layer has before attention: input norm, QKV projection, norms of queries and keys."""
-    m, d = model.hidden_size, model.kv_channels
-    rows = (model.num_attention_heads + 2 * model.num_query_groups) * d // num_tensor
-    has_bias = model.add_bias_linear or model.add_qkv_bias
-    shapes = [*_norm_shapes(model, m), (rows, m), *[(rows,)] * has_bias]
-    if model.qk_layernorm:
-        shapes += 2 * _norm_shapes(model, d)
-    return Unit(shapes=tuple(shapes))
-
-
-def output_and_mlp_unit(model: ModelConfig, num_tensor: int) -> Unit:
-    """What a layer has after attention: output projection, norm, MLP."""
-    m, f = model.hidden_size, model.ffn_hidden_size // num_tensor
-    width = model.num_attention_heads * model.kv_channels // num_tensor
-    up = 2 * f if model.swiglu else f  # the gate and what it multiplies are one matrix
-    shapes: list[Shape] = []
-    for linear, norm in (
-        ((m, width), ()),
-        ((up, m), _norm_shapes(model, m)),
-        ((m, f), ()),
-    ):
-        shapes += [*norm, linear, *[linear[:1]] * model.add_bias_linear]
-    return Unit(shapes=tuple(shapes))
-
-
-def _norm_shapes(model: ModelConfig, width: int) -> tuple[Shape, ...]:
-    return ((width,),) * (2 if model.normalization == "LayerNorm" else 1)
 
 
 def num_parameters(model: ModelConfig) -> int:

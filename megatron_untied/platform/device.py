@@ -42,7 +42,13 @@ def current_device() -> torch.device:
 
 
 def select_device(local_rank: int) -> torch.device:
-    """Bind this process to GPU ``local_rank`` of its node, if there are GPUs."""
+    """Bind this process to GPU ``local_rank`` of its node, if there are GPUs.
+
+    fp32 matrix products are fp32 from here on.
+    """
+    # NVIDIA's images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which makes TF32 the initial precision:
+    # ten bits of mantissa in whatever is fp32, without a word.
+    torch.set_float32_matmul_precision("highest")
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
     return current_device()
@@ -55,8 +61,21 @@ def use_in_this_thread(device: torch.device) -> None:
 
 
 def default_backend() -> str:
-    """The collective library of this machine: nccl with CUDA, gloo without."""
-    return "nccl" if torch.cuda.is_available() else "gloo"
+    """The collective library of this machine: nccl with CUDA, gloo without.
+
+    Raises:
+        ValueError: there are GPUs, and torch cannot use them.
+    """
+    if torch.cuda.is_available():
+        return "nccl"
+    # NVML counts GPUs without CUDA. torch only warns of an old driver, and a run would be on CPUs.
+    if torch.version.cuda is not None and (gpus := torch.cuda.device_count()):
+        raise ValueError(
+            f"this machine has {gpus} GPUs that torch's CUDA {torch.version.cuda} cannot use: "
+            "its driver is probably too old (CUDA 13 needs 580 or newer, see nvidia-smi); "
+            "--distributed-backend gloo trains on CPUs"
+        )
+    return "gloo"
 
 
 def slow_flops_per_second() -> float:

@@ -1,7 +1,7 @@
 """Full sharding with PyTorch's FSDP2: every rank keeps and updates its rows of all parameters.
 
 :class:`FullSharding` is the implementation for training steps, :func:`shard_model` wraps a model,
-:func:`build_adam` builds its optimizer; norms and clipping over all ranks follow at the end.
+:func:`build_adam` builds its optimizer; sums and norms over ranks follow at the end.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import functools
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,16 @@ class FullSharding(Sharding):
         self.layouts = parameter_layouts(
             self.model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
         )
-        self._copies = TensorParallelCopies.of(self.model)
+        # Read before sharding, which drops megatron-core's marks: what every tensor-parallel rank
+        # holds as a whole, and what of it has a partial gradient per rank, of its own tokens (with
+        # sequence parallelism) or heads (query and key norms).
+        self._copied, self._partial = set(), set()
+        for name, parameter in self.model.named_parameters():
+            if not getattr(parameter, "tensor_model_parallel", False):
+                self._copied.add(name)
+                is_head_norm = "q_layernorm" in name or "k_layernorm" in name
+                if is_head_norm or getattr(parameter, "sequence_parallel", False):
+                    self._partial.add(name)
         self._groups, self._clip_grad = groups, config.optimization.clip_grad
         shard_model(
             self.model,
@@ -62,13 +70,9 @@ class FullSharding(Sharding):
         )
         self._parameters = dict(self.model.named_parameters())
         self.adam = build_adam(self.model, config.optimization)
+        self.param_groups = self.adam.param_groups
         self.shards = RowShards(self.model, self.adam, groups.dp_cp)
         initialize_shards(self.shards, self.layouts, config.model, config.seed)
-
-    @property
-    @override
-    def param_groups(self) -> list[dict]:
-        return self.adam.param_groups
 
     @override
     def zero_grad(self) -> None:
@@ -88,18 +92,22 @@ class FullSharding(Sharding):
             for name, parameter in self._parameters.items()
             if parameter.grad is not None
         }
-        groups, copies = self._groups, self._copies
+        groups = self._groups
         all_reduce_gradients_(
-            [gradients[name] for name in gradients if name in copies.partial], groups.tp
+            [gradients[name] for name in gradients if name in self._partial], groups.tp
         )
         # A parameter that all tensor-parallel ranks hold counts once in the norm: on the first.
         counted = [
             gradient
             for name, gradient in gradients.items()
-            if groups.tp.rank() == 0 or name not in copies.names
+            if groups.tp.rank() == 0 or name not in self._copied
         ]
         norm = global_norm(counted, [groups.dp_cp, groups.tp])
-        clip_(list(gradients.values()), norm, self._clip_grad)
+        if gradients and self._clip_grad:  # by Megatron's formula
+            # Always multiplied: reading the norm would make the host wait for the device.
+            scale = (self._clip_grad / (norm + 1e-6)).clamp(max=1.0)
+            rows = list(gradients.values())
+            torch._foreach_mul_(rows, scale.to(rows[0]))
         self.adam.step()
         return True, norm
 
@@ -157,7 +165,11 @@ def shard_model(
         ),
         offload_policy=CPUOffloadPolicy(here.type == "cuda") if offload else OffloadPolicy(),
     )
-    _widen(model)
+    # To fp32. Not model.float(): it cannot convert traced parameters.
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            wide = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+            setattr(module, name, wide)
     # Modules in one list are gathered together; the loss uses the output layer's matrix.
     lookup, output = [model.embedding], [model.output_layer, model.loss]
     tied = model.share_embeddings_and_output_weights
@@ -165,19 +177,6 @@ def shard_model(
     for unit in layers + ([lookup + output] if tied else [lookup, output]):
         shard(unit)
     shard(model)
-    _schedule_collectives(model)
-    model.to_empty(device="cpu" if offload else here)
-
-
-def _widen(model: nn.Module) -> None:
-    """Make all parameters fp32. Not ``model.float()``: it cannot convert traced parameters."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            wide = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
-            setattr(module, name, wide)
-
-
-def _schedule_collectives(model: GPTModel) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -189,32 +188,7 @@ def _schedule_collectives(model: GPTModel) -> None:
     # Only for forward: in backward FSDP2 prefetches the next unit by itself.
     for module, next_module in itertools.pairwise([model.embedding, *model.decoder.layers]):
         module.set_modules_to_forward_prefetch([next_module])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorParallelCopies:
-    """Names of parameters that every tensor-parallel rank holds as a whole."""
-
-    names: frozenset[str]
-    partial: frozenset[str]
-    """Those with a partial gradient per rank, of its own tokens or heads, to be summed."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "TensorParallelCopies":
-        """Read megatron-core's marks, which sharding drops: ``model`` must be bare."""
-        names = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if not getattr(parameter, "tensor_model_parallel", False)
-        }
-        partial = (
-            name
-            for name, parameter in names.items()
-            if getattr(parameter, "sequence_parallel", False)
-            or "q_layernorm" in name
-            or "k_layernorm" in name
-        )
-        return cls(names=frozenset(names), partial=frozenset(partial))
+    model.to_empty(device="cpu" if offload else here)
 
 
 def all_reduce_gradients_(gradients: Sequence[Tensor], group: ProcessGroup) -> None:
@@ -238,11 +212,3 @@ def global_norm(gradients: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> 
     for group in groups:
         dist.all_reduce(squares, group=group)
     return squares.sqrt()
-
-
-def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
-    """Scale gradients of norm ``norm`` down to ``limit`` (0 is none), by Megatron's formula."""
-    if gradients and limit:
-        # Always multiplied: reading the norm would make the host wait for the device.
-        scale = (limit / (norm + 1e-6)).clamp(max=1.0).to(gradients[0])
-        torch._foreach_mul_(gradients, scale)

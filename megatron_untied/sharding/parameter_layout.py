@@ -130,13 +130,28 @@ def parameter_layout(
         tp_size: ranks of that group.
     """
     global_shape, zeros = list(local_shape), (0,) * len(local_shape)
-    mappings = [SliceMapping(TensorSlice(zeros, local_shape), zeros)]
-    if partition_dim is not None:
-        global_shape[partition_dim] *= tp_size
-        mappings = _strided_mappings(local_shape, partition_dim, stride, tp_rank, tp_size)
-    if num_rows is not None:
-        global_shape[0] = num_rows
-        mappings = [cut for r in mappings if (cut := _without_padding(r, num_rows))]
+    if partition_dim is None:
+        mappings = [SliceMapping(TensorSlice(zeros, local_shape), zeros)]
+    else:
+        dim, mappings = partition_dim, []
+        width, remainder = divmod(local_shape[dim], stride)
+        assert not remainder, f"{local_shape[dim]} rows do not split into {stride} blocks"
+        sizes = (*local_shape[:dim], width, *local_shape[dim + 1 :])
+        for block in range(stride):
+            # Locally blocks follow each other, globally each is followed by other ranks' parts.
+            local, in_global = block * width, (block * tp_size + tp_rank) * width
+            local_offsets = (*zeros[:dim], local, *zeros[dim + 1 :])
+            global_offsets = (*zeros[:dim], in_global, *zeros[dim + 1 :])
+            mappings.append(SliceMapping(TensorSlice(local_offsets, sizes), global_offsets))
+        global_shape[dim] *= tp_size
+    if num_rows is not None:  # leave out the padding, which is at the end
+        global_shape[0], padded, mappings = num_rows, mappings, []
+        for mapping in padded:
+            offsets, sizes = mapping.local.offsets, mapping.local.sizes
+            kept = min(sizes[0], num_rows - mapping.global_offsets[0])
+            if kept > 0:
+                local = TensorSlice(offsets, (kept, *sizes[1:]))
+                mappings.append(SliceMapping(local, mapping.global_offsets))
     return ParameterLayout(
         name=name,
         global_shape=tuple(global_shape),
@@ -158,29 +173,3 @@ def _assert_partition_is_marked(model: torch.nn.Module) -> None:
             assert getattr(weight, "tensor_model_parallel", False), (
                 f"{name}.weight is not marked as split over tensor-parallel ranks"
             )
-
-
-def _strided_mappings(
-    local_shape: tuple[int, ...], dim: int, stride: int, tp_rank: int, tp_size: int
-) -> list[SliceMapping]:
-    width, remainder = divmod(local_shape[dim], stride)
-    assert not remainder, f"{local_shape[dim]} rows do not split into {stride} blocks"
-    zeros, sizes = (0,) * len(local_shape), (*local_shape[:dim], width, *local_shape[dim + 1 :])
-    mappings = []
-    for block in range(stride):
-        # Locally the blocks follow each other; globally each is followed by the other ranks' part.
-        local, in_global = block * width, (block * tp_size + tp_rank) * width
-        local_offsets = (*zeros[:dim], local, *zeros[dim + 1 :])
-        global_offsets = (*zeros[:dim], in_global, *zeros[dim + 1 :])
-        mappings.append(SliceMapping(TensorSlice(local_offsets, sizes), global_offsets))
-    return mappings
-
-
-def _without_padding(mapping: SliceMapping, num_rows: int) -> SliceMapping | None:
-    sizes = mapping.local.sizes
-    kept = min(sizes[0], num_rows - mapping.global_offsets[0])
-    if kept <= 0:
-        return None
-    return SliceMapping(
-        TensorSlice(mapping.local.offsets, (kept, *sizes[1:])), mapping.global_offsets
-    )

@@ -54,7 +54,11 @@ class Shards(Protocol):
 
 
 class ModelShards(Shards):
-    """A bare model without an optimizer, for evaluation and conversion."""
+    """A bare model without an optimizer, for evaluation and conversion.
+
+    There is no step to count, and the values are the parameters themselves: ``step`` and
+    ``sync_model_params`` are those of :class:`Shards`, which do nothing.
+    """
 
     has_moments = False
 
@@ -69,16 +73,8 @@ class ModelShards(Shards):
             yield Shard(name=name, slices=(whole,), value=parameter.detach(), moments={})
 
     @override
-    def step(self) -> None:
-        return None
-
-    @override
     def set_step(self, step: int) -> None:
         raise AssertionError("no optimizer, no step")
-
-    @override
-    def sync_model_params(self) -> None:
-        pass  # the values are the parameters themselves
 
 
 class RowShards(Shards):

@@ -24,7 +24,6 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from typing_extensions import override
 
@@ -51,25 +50,44 @@ class MegatronSharding(Sharding):
         groups: ProcessGroupCollection,
         progress: StepProgress,
     ):
+        """Draws the weights. Collective over all ranks.
+
+        Raises:
+            ValueError: for frozen parameters, which megatron-core's optimizer neither saves nor
+                loads.
+        """
         with device.current_device():
-            bare_model = model_provider(config, groups, progress)
-        require_all_trained(bare_model)
-        initialize_weights(bare_model, config.model, config.seed, groups.tp)
+            model = model_provider(config, groups, progress)
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        if frozen:
+            raise ValueError(
+                f"{len(frozen)} parameters are frozen, the first is {frozen[0]}; megatron-core's "
+                "optimizer neither saves nor loads what it does not update; give "
+                "--use-torch-fsdp2, which does, or leave requires_grad on"
+            )
+        initialize_weights(model, config.model, config.seed, groups.tp)
         self.layouts = parameter_layouts(
-            bare_model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
+            model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
         )
         self._groups = groups
-        self.model = wrap_data_parallel(bare_model, config, groups)
+        # Gradients are summed over the data- and context-parallel ranks, not averaged: the loss of
+        # a token is weighted by the whole batch before its backward (calculate_per_token_loss in
+        # the model's own configuration).
+        self.model = DistributedDataParallel(
+            config=model.config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=config.optimization.use_distributed_optimizer,
+            ),
+            module=model,
+            pg_collection=groups,
+        )
         self.optimizer = build_optimizer(self.model, config, groups)
-        self.shards = OptimizerShards(self.optimizer, bare_model)
+        self.param_groups = self.optimizer.param_groups
+        self.shards = OptimizerShards(self.optimizer, model)
         if config.precision.bf16:
             # The fp32 main weights were copied from bf16: draw them again in full precision.
             initialize_shards(self.shards, self.layouts, config.model, config.seed)
-
-    @property
-    @override
-    def param_groups(self) -> list[dict]:
-        return self.optimizer.param_groups
 
     @override
     def zero_grad(self) -> None:
@@ -89,40 +107,6 @@ class MegatronSharding(Sharding):
         self.finish_gradients()
         updated, norm, _ = self.optimizer.step()
         return updated, norm
-
-
-def require_all_trained(model: MegatronModule) -> None:
-    """Refuse frozen parameters, which megatron-core's optimizer neither saves nor loads.
-
-    Raises:
-        ValueError: with the first of them.
-    """
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    if frozen:
-        raise ValueError(
-            f"{len(frozen)} parameters are frozen, the first is {frozen[0]}; megatron-core's "
-            "optimizer neither saves nor loads what it does not update; give --use-torch-fsdp2, "
-            "which does, or leave requires_grad on"
-        )
-
-
-def wrap_data_parallel(
-    model: MegatronModule, config: RunConfig, groups: ProcessGroupCollection
-) -> DistributedDataParallel:
-    """``model`` with fp32 gradient buffers, summed over the data- and context-parallel ranks.
-
-    Summed, not averaged: the loss of a token is weighted by the whole batch before its backward
-    (``calculate_per_token_loss`` in the model's own configuration).
-    """
-    return DistributedDataParallel(
-        config=model.config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=config.optimization.use_distributed_optimizer,
-        ),
-        module=model,
-        pg_collection=groups,
-    )
 
 
 def build_optimizer(
@@ -195,7 +179,23 @@ class OptimizerShards(Shards):
         if isinstance(optimizer, ChainedOptimizer):
             (optimizer,) = optimizer.chained_optimizers  # dense parameters are one optimizer's
         self._optimizer, self._model = optimizer, model
-        self._held = _main_values(optimizer, model)
+        self._held: dict[Tensor, HeldRange]  # the fp32 main values here, by the model's parameter
+        if not isinstance(optimizer, DistributedOptimizer):  # every rank has all of each
+            self._held = {p: HeldRange(0, getattr(p, "main_param", p)) for p in model.parameters()}
+            return
+        # Not optimizer._get_main_param_and_optimizer_states: for a group with parameters of two
+        # dtypes (fp32 norms in a bf16 model) it counts in another order than that of the list it
+        # indexes.
+        pairs = (
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        )
+        self._held = {
+            p: HeldRange(optimizer._get_model_param_range_map(p)["param"].start, main)
+            for parameter_groups, main_groups in pairs
+            for parameters, mains in zip(parameter_groups, main_groups, strict=True)
+            for p, main in zip(parameters, mains, strict=True)
+        }
 
     @override
     def shards(self, *, with_moments: bool) -> Iterator[Shard]:
@@ -244,21 +244,3 @@ class OptimizerShards(Shards):
         if isinstance(self._optimizer, DistributedOptimizer):
             for chunk in self._optimizer.model_chunks:
                 chunk.start_param_sync(force_sync=True)
-
-
-def _main_values(optimizer: MegatronOptimizer, model: torch.nn.Module) -> dict[Tensor, HeldRange]:
-    """The fp32 main values on this rank, by the model's parameter."""
-    if not isinstance(optimizer, DistributedOptimizer):
-        return {p: HeldRange(0, getattr(p, "main_param", p)) for p in model.parameters()}
-    # Not optimizer._get_main_param_and_optimizer_states: for a group with parameters of two dtypes
-    # (fp32 norms in a bf16 model) it counts in another order than that of the list it indexes.
-    pairs = (
-        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
-    )
-    return {
-        parameter: HeldRange(optimizer._get_model_param_range_map(parameter)["param"].start, main)
-        for parameter_groups, main_groups in pairs
-        for parameters, mains in zip(parameter_groups, main_groups, strict=True)
-        for parameter, main in zip(parameters, mains, strict=True)
-    }

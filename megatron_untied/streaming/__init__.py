@@ -3,7 +3,7 @@
 :mod:`.layer` is the order of one layer: everything token-wise runs on a tile of the sequence at a
 time (:mod:`megatron_untied.tiling`), attention on a chunk of heads at a time. Between forward and
 backward :mod:`.activation_store` holds what a layer saved: on the device, in host memory
-(:mod:`.host_arena`), or not at all because :mod:`.recompute` computes it again.
+(:mod:`.host_arena`), or not at all because :func:`.layer.recompute` computes it again.
 :mod:`.activation_policy` decides which, and :mod:`.memory_plan` adds it all up without a run.
 
 Memory is counted in H = n * b * m elements: one residual tensor on one rank.

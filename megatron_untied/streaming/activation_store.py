@@ -2,19 +2,21 @@
 
 ``full`` saves the layer input x. ``selective`` also saves the attention output O and its
 log-sum-exp, so that attention runs once per step. With checkpoint groups of k layers x is saved for
-the first layer of a group only, and backward recomputes the others from the x before
-(:mod:`.recompute`): with ``selective`` by linear work alone, with ``full`` by running the group's
-attention once more, whose O is then saved until the group's own backward.
+the first layer of a group only, and backward recomputes the others from the x before it
+(:func:`.layer.recompute`): with ``selective`` by linear work alone, with ``full`` by running the
+group's attention once more, whose O is then saved until the group's own backward.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from megatron_untied.context_parallel.buffer_plan import Sizes, Staging, head_chunks_buffer
-from megatron_untied.context_parallel.exchange import DeviceHeadChunks, HeadChunkLayout, HeadChunks
+from megatron_untied.context_parallel.buffer_plan import Sizes, Staging
+from megatron_untied.context_parallel.exchange import HeadChunkLayout, HeadChunks
 from megatron_untied.context_parallel.kv_gradients import MakeSums
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import LogSumExps
@@ -24,10 +26,8 @@ from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.streaming.host_tensors import (
-    DeviceRows,
     HostHeadChunks,
     HostKvSums,
-    HostRows,
     Rows,
 )
 
@@ -80,22 +80,6 @@ class CheckpointGroup:
     members: list[SavedLayer] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadChunksSpec:
-    """What O or dO of a layer is made from, in chunks of heads."""
-
-    sizes: Sizes
-    tile_tokens: int
-    """The most tokens that are read or written at once."""
-    device: torch.device
-
-    @property
-    def layout(self) -> HeadChunkLayout:
-        """The order of its heads in memory."""
-        sizes = self.sizes
-        return HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class ActivationStore:
     """Stores what the layers of one model save, where the policy places it.
@@ -125,37 +109,40 @@ class ActivationStore:
         """Save the layer's input [n, b, m] or [n/t, b, m]; wait for the copy before changing x."""
         if not self.policy.layers[saved.index].input_on_host:
             with allocating(MemoryCategory.KEPT):
-                saved.x = DeviceRows(x.clone())  # the layer overwrites x itself
+                kept = x.clone()  # 1 H: the layer overwrites x itself
+            saved.x = Rows(kept, self.workspace, x.device)
             return None
         slot = self.arena.reserve(x.shape, x.dtype)
-        saved.x = HostRows(slot, self.workspace, x.device)
+        saved.x = Rows(slot, self.workspace, x.device)
         return slot.write(x)
 
-    def out(self, index: int, spec: HeadChunksSpec, *, is_saved: bool) -> HeadChunks:
+    def out(
+        self, index: int, sizes: Sizes, tile_rows: int, device: torch.device, *, is_saved: bool
+    ) -> HeadChunks:
         """Slots for the attention output of layer ``index``, [n, b, h, d].
 
-        If it is not saved, its last use must be before another layer runs.
+        If it is not saved, its last use must be before another layer runs. ``tile_rows``: the most
+        tokens that are read or written at once.
         """
         if self.policy.layers[index].output_on_host:
-            staging = Staging.of_out(spec.sizes, spec.tile_tokens)
-            return HostHeadChunks(staging, spec.layout, self.arena, self.workspace, spec.device)
+            layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
+            staging = Staging.plan("out", sizes, tile_rows)
+            return HostHeadChunks(staging, layout, self.arena, self.workspace, device)
         if is_saved:
+            layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
             with allocating(MemoryCategory.KEPT):
-                storage = torch.empty(spec.layout.numel, dtype=spec.sizes.dtype, device=spec.device)
-            return DeviceHeadChunks(storage, spec.layout)
-        return self._in_workspace("out", spec)
+                storage = torch.empty(layout.numel, dtype=sizes.dtype, device=device)
+            return HeadChunks(storage, layout)
+        # The next layer takes the same memory.
+        return HeadChunks.in_workspace("out", sizes, self.workspace, device)
 
-    def d_out(self, spec: HeadChunksSpec) -> HeadChunks:
-        """Slots for the gradient of the attention output, [n, b, h, d]."""
+    def d_out(self, sizes: Sizes, tile_rows: int, device: torch.device) -> HeadChunks:
+        """Slots for the gradient of the attention output, [n, b, h, d]; dQ is received in them."""
         if self.policy.park:
-            staging = Staging.of_d_out(spec.sizes, spec.tile_tokens)
-            return HostHeadChunks(staging, spec.layout, self.arena, self.workspace, spec.device)
-        return self._in_workspace("d_out", spec)
-
-    def save_lse(self, index: int, lse: LogSumExps, *, is_saved: bool) -> StoredLse:
-        """The log-sum-exps of layer ``index``, for its backward."""
-        on_host = is_saved and self.policy.layers[index].input_on_host
-        return StoredLse(lse, self.arena if on_host else None)
+            layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
+            staging = Staging.plan("d_out", sizes, tile_rows)
+            return HostHeadChunks(staging, layout, self.arena, self.workspace, device)
+        return HeadChunks.in_workspace("d_out", sizes, self.workspace, device)
 
     def make_sums(self, sizes: Sizes, rows_at_a_time: int, device: torch.device) -> MakeSums | None:
         """Makes what dK and dV are summed in; None if that is the workspace of the chunk loop."""
@@ -170,7 +157,30 @@ class ActivationStore:
             workspace=self.workspace,
         )
 
-    def _in_workspace(self, name: str, spec: HeadChunksSpec) -> HeadChunks:
-        # The next layer takes the same memory.
-        storage = self.workspace.take(head_chunks_buffer(name, spec.sizes), spec.device)
-        return DeviceHeadChunks(storage, spec.layout)
+    @contextlib.contextmanager
+    def offload_during_attention(self, x: Tensor, copy: Rows | None = None) -> Iterator[Rows]:
+        """The rows of ``x`` [n, b, m]; if the policy parks, ``x`` has no device memory meanwhile.
+
+        ``copy`` is an existing copy of ``x``: if it is on the host, nothing is copied out. The
+        storage object stays the same, so aliases of ``x`` are valid again afterwards.
+        """
+        if not self.policy.park:
+            yield Rows(x, self.workspace, x.device)
+            return
+        slot = copy and copy.host_slot
+        owns_slot = slot is None
+        if owns_slot:
+            slot = self.arena.reserve(x.shape, x.dtype)
+            slot.write(x).wait()
+        else:
+            self.arena.engine.wait_all()  # that copy may still be in flight
+        storage = x.untyped_storage()
+        num_bytes = storage.nbytes()
+        storage.resize_(0)
+        try:
+            yield Rows(slot, self.workspace, x.device)
+        finally:  # an error inside must not leave a tensor without memory behind
+            storage.resize_(num_bytes)
+        slot.read(x).wait()
+        if owns_slot:
+            slot.release()

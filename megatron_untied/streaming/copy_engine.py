@@ -123,11 +123,6 @@ class CopyEngine:
         self.device_tensors: dict[Copy, Tensor] = {}
         """Those of copies not yet waited for."""
 
-    @classmethod
-    def for_device(cls, device: torch.device) -> "CopyEngine":
-        """An engine for a CUDA device or the CPU."""
-        return cls(CudaStreams(device) if device.type == "cuda" else CpuStreams())
-
     def copy_out(self, device_tensor: Tensor, host: Tensor, *, after: Copy | None) -> Copy:
         """Start device to host, behind all compute so far and the copy ``after``.
 

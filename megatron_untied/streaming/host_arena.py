@@ -24,6 +24,7 @@ allocate it again and ``slot.read(g).wait()``. Call ``arena.engine.wait_all()`` 
 """
 
 import contextlib
+import functools
 import itertools
 import mmap
 import warnings
@@ -36,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_untied.streaming.copy_engine import Copy, CopyEngine, CpuStreams
+from megatron_untied.streaming.copy_engine import Copy, CopyEngine, CpuStreams, CudaStreams
 
 PAGE_BYTES = 4096
 Index = slice | int | tuple[slice | int, ...]
@@ -75,14 +76,17 @@ class HostArena:
     @classmethod
     def for_device(cls, device: torch.device) -> "HostArena":
         """An arena for a CUDA device (registered memory) or the CPU (pageable)."""
-        on_gpu = device.type == "cuda"
-        allocate = RegisteredMemory(torch.cuda.cudart(), device) if on_gpu else allocate_pageable
-        return cls(CopyEngine.for_device(device), allocate)
+        if device.type == "cuda":
+            allocate = RegisteredMemory(torch.cuda.cudart(), device)
+            return cls(CopyEngine(CudaStreams(device)), allocate)
+        return cls(CopyEngine(CpuStreams()), allocate_pageable)
 
     @classmethod
     def for_tracing(cls) -> "HostArena":
         """An arena that counts bytes and has none, for a step under FakeTensorMode."""
-        return cls(CopyEngine(CpuStreams()), allocate_counted)
+        # On "meta": the tracer counts every other tensor as the device's.
+        empty = functools.partial(torch.empty, dtype=torch.uint8, device="meta")
+        return cls(CopyEngine(CpuStreams()), empty)
 
     def reserve(self, shape: Iterable[int], dtype: torch.dtype) -> "HostSlot":
         """Host memory for one tensor, uninitialized."""
@@ -194,15 +198,16 @@ def prefetch(reads: Iterable[tuple[HostSlot, Index]], room: Tensor) -> Iterator[
 def allocate_pageable(num_bytes: int) -> Tensor:
     """Plain memory, zero, on pages of its own. Nothing is resident until it is written.
 
-    The mapping is shared (the default of :mod:`mmap`), because a forked data loader worker would
-    make private pages copy-on-write, and a registered page must not move.
+    The mapping is private, in huge pages where the kernel has them. Registration faults in and pins
+    page by page: 512 times fewer of them, and page tables smaller by as much.
     """
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-
-
-def allocate_counted(num_bytes: int) -> Tensor:
-    """No memory, for a trace with fake tensors: on "meta", so it is not counted as the device's."""
-    return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A forked data loader worker would make private pages copy-on-write, and the next write here
+    # would move a page that is registered: a worker does not get them.
+    memory.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without huge pages: 4 KiB ones serve as well
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class RegisteredMemory:

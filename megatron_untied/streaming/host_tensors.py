@@ -5,7 +5,6 @@ The layer's input is read tile by tile (:class:`Rows`), attention outputs chunk 
 """
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,7 +18,7 @@ from megatron_untied.context_parallel.buffer_plan import (
     row_tiles,
     sum_rows,
 )
-from megatron_untied.context_parallel.exchange import DeviceHeadChunks, HeadChunkLayout, HeadChunks
+from megatron_untied.context_parallel.exchange import HeadChunkLayout, HeadChunks
 from megatron_untied.context_parallel.kv_gradients import KvPair, KvSums
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.streaming.copy_engine import Copy
@@ -27,62 +26,35 @@ from megatron_untied.streaming.host_arena import HostArena, HostSlot, prefetch
 from megatron_untied.tiling import Tile
 
 
-class Rows(ABC):
-    """A tensor [rows, b, m] that may not fit on the device: its tiles do."""
+class Rows:
+    """A layer's input [rows, b, m], on the device or on the host, read tile by tile."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
     host_slot: HostSlot | None
-    """Their host memory; None if they are on the device."""
+    """Its host memory; None if it is on the device."""
 
-    @abstractmethod
+    def __init__(self, source: Tensor | HostSlot, workspace: Workspace, device: torch.device):
+        """``device``: where tiles are read; ``workspace``: lends the memory for those of a slot."""
+        self.shape, self.dtype, self.device = source.shape, source.dtype, device
+        self.host_slot = source if isinstance(source, HostSlot) else None
+        self._source, self._workspace = source, workspace
+
     def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
-        """The local rows of each tile, [rows of the tile, b, m]; valid until the next is taken."""
+        """The local rows of each tile, [rows of the tile, b, m]; valid until the next is taken.
 
-    @abstractmethod
-    def release(self) -> None:
-        """Free host memory; call it after the last read."""
-
-
-class DeviceRows(Rows):
-    """Rows of a tensor that is on the device."""
-
-    host_slot = None
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-
-    @override
-    def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
-        return (self.tensor[tile.local] for tile in tiles)  # views
-
-    @override
-    def release(self) -> None:
-        pass  # freed with the last reference
-
-
-class HostRows(Rows):
-    """[rows, b, m] on the host, read tile by tile with the next tile in flight.
-
-    The two tiles of device memory are shared by all layers: only one iteration may be under way.
-    """
-
-    def __init__(self, slot: HostSlot, workspace: Workspace, device: torch.device):
-        self.host_slot, self.workspace = slot, workspace
-        self.shape, self.dtype, self.device = slot.shape, slot.dtype, device
-
-    @override
-    def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
+        Rows on the device are views. For rows on the host the next tile is in flight; the two tiles
+        of device memory are shared by all layers: only one iteration may be under way.
+        """
+        if self.host_slot is None:
+            return (self._source[tile.local] for tile in tiles)
         largest = max(tile.local.stop - tile.local.start for tile in tiles)
         numel = largest * self.shape[1:].numel()  # the last tile may be smaller
-        room = self.workspace.take(row_tiles(numel, self.dtype), self.device)
+        room = self._workspace.take(row_tiles(numel, self.dtype), self.device)
         return prefetch(((self.host_slot, tile.local) for tile in tiles), room.view(2, numel))
 
-    @override
     def release(self) -> None:
-        self.host_slot.release()
+        """Free host memory; call it after the last read. The device's goes with its last use."""
+        if self.host_slot is not None:
+            self.host_slot.release()
 
 
 class HostHeadChunks(HeadChunks):
@@ -107,7 +79,7 @@ class HostHeadChunks(HeadChunks):
             [arena.reserve(shape, self.dtype) for shape in layout.even_blocks(j)]
             for j in range(self._num_chunks)
         ]
-        self._copies_out: list[list[Copy]] = [[] for _ in staging.recv]  # by receive buffer
+        self._copies_out: list[list[Copy]] = [[] for _ in set(staging.recv)]  # by receive buffer
         self._copies_in: dict[int, list[Copy]] = {}  # by chunk
 
     @override
@@ -116,7 +88,7 @@ class HostHeadChunks(HeadChunks):
             self._fetch(j)
         _wait(self._copies_in.pop(j))
         # The chunk before this one was sent by now, so its buffer is free.
-        if len(self.staging.send) > 1 and j + 1 < self._num_chunks:
+        if len(set(self.staging.send)) > 1 and j + 1 < self._num_chunks:
             self._fetch(j + 1)
         return self._buffer(self.staging.send, j)
 
@@ -164,13 +136,13 @@ class HostHeadChunks(HeadChunks):
     def _buffer(self, buffers: PerChunk, j: int) -> Tensor:
         return self.workspace.take(buffers[j], self.device)[: self.layout.slot_numels[j]]
 
-    def _staged(self, rows: slice) -> tuple[DeviceHeadChunks, list[tuple[HostSlot, Tensor]]]:
+    def _staged(self, rows: slice) -> tuple[HeadChunks, list[tuple[HostSlot, Tensor]]]:
         """Device memory for ``rows`` of all chunks, and its parts with their slots."""
         own = self.layout
         # A layout of its own: all chunks of a few tokens, as small as a tile of the residual.
         layout = HeadChunkLayout(own.schedule, rows.stop - rows.start, own.b, own.d)
         storage = self.workspace.take(self.staging.tile, self.device)[: layout.numel]
-        staged, pairs = DeviceHeadChunks(storage, layout), []
+        staged, pairs = HeadChunks(storage, layout), []
         for j in range(self._num_chunks):
             pairs += self._pairs(j, staged.send_buffer(j), layout)
         return staged, pairs
@@ -208,23 +180,29 @@ class HostKvSums(KvSums):
         workspace: Workspace,
     ):
         """``sizes`` of the attention call that adds."""
-        self.heads = heads
+        super().__init__(heads, tensors=None)
         shape = sizes.kv_sum_shape(len(heads))  # [2, heads, s/r, b, d]
         self._slot, self._num_rows = arena.reserve(shape, sizes.sum_dtype), shape[2]
-        self._started: set[int] = set()
         self._rows_at_a_time = min(rows_at_a_time, self._num_rows)
         room = workspace.take(sum_rows(sizes, self._rows_at_a_time), device)
         self._room = room.view(2, -1)
 
     @override
     def add(self, heads: range, parts: KvPair, rows: slice | None = None) -> None:
-        started = not self._started.isdisjoint(heads)
+        started = not self.started.isdisjoint(heads)
         assert started or rows is None, "the first gradients must be of all rows"
         rows = rows or slice(0, self._num_rows)
-        for index, part in enumerate(parts):
-            for column, head in enumerate(heads):
-                self._add_head(index, head, rows, part[:, :, column], started)
-        self._started.update(heads)
+        for (index, part), (column, head) in itertools.product(enumerate(parts), enumerate(heads)):
+            # Before a head is started its sum is uninitialized: it is written, not fetched.
+            for tile, total in self._totals(index, head, rows, fetch=started):
+                added = part[tile.start - rows.start : tile.stop - rows.start, :, column]
+                if started:
+                    total += added
+                else:
+                    total.copy_(added)
+                # Waited for at once: the tile after next arrives in the same half of the room.
+                self._slot.write(total, (index, head - self.heads.start, tile)).wait()
+        self.started.update(heads)
 
     @override
     def read(self, index: int, head: int, out: Tensor) -> None:
@@ -234,17 +212,6 @@ class HostKvSums(KvSums):
     @override
     def release(self) -> None:
         self._slot.release()
-
-    def _add_head(self, index: int, head: int, rows: slice, part: Tensor, started: bool) -> None:
-        """``part`` [len(rows), b, d]; before a head is ``started`` its sum is uninitialized."""
-        for tile, total in self._totals(index, head, rows, fetch=started):
-            added = part[tile.start - rows.start : tile.stop - rows.start]
-            if started:
-                total += added
-            else:
-                total.copy_(added)
-            # Waited for at once: the tile after next arrives in the same half of the room.
-            self._slot.write(total, (index, head - self.heads.start, tile)).wait()
 
     def _totals(
         self, index: int, head: int, rows: slice, *, fetch: bool

@@ -22,28 +22,26 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_untied.context_parallel.exchange import HeadChunks
 from megatron_untied.context_parallel.sequence import SequenceInfo
-from megatron_untied.context_parallel.ulysses import Attention, SavedAttention
+from megatron_untied.context_parallel.ulysses import SavedAttention
 from megatron_untied.dtypes import accumulation_dtype
-from megatron_untied.phases import Phase
+from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.rope import rotate_
-from megatron_untied.step_progress import LayerProgress
 from megatron_untied.streaming.activation_store import (
     ActivationStore,
     CheckpointGroup,
-    HeadChunksSpec,
+    SavedLayer,
     StoredLse,
 )
-from megatron_untied.streaming.host_tensors import DeviceRows, Rows
-from megatron_untied.streaming.parking import offload_during
+from megatron_untied.streaming.host_tensors import Rows
 from megatron_untied.streaming.projections import (
     StreamedProjections,
     after_attention,
     queries_keys_values,
 )
-from megatron_untied.streaming.recompute import recompute
 from megatron_untied.tiling import (
     GradientSums,
     Tile,
@@ -106,6 +104,7 @@ class StreamedTransformerLayer(TransformerLayer):
                 "--hidden-dropout 0 and --attention-dropout 0."
             )
         self.streaming = streaming
+        self.progress = self.self_attention.ulysses.progress  # receives the phases of this layer
 
     def forward(
         self,
@@ -132,11 +131,6 @@ class StreamedTransformerLayer(TransformerLayer):
             group = self.streaming.store.begin(self, self.layer_number - 1, sequence)
         out = _StreamedLayer.apply(hidden_states, self, sequence, group, *self.parameters())
         return out, None
-
-    @property
-    def progress(self) -> LayerProgress:
-        """Receives the phases of this layer."""
-        return self.self_attention.ulysses.progress
 
     def tiles(self, num_local: int) -> list[Tile]:
         """The tiles of a residual of ``num_local`` rows."""
@@ -166,9 +160,9 @@ class _StreamedLayer(torch.autograd.Function):
         copy, saves_attention = None, saved is not None and store.policy.selective
         if saved is not None and store.policy.layers[saved.index].saves_input:
             copy = store.save_input(saved, x)  # overlaps with attention, which only reads x
-        with offload_during(x, store, copy=saved and saved.x) as rows:
+        with store.offload_during_attention(x, copy=saved and saved.x) as rows:
             with layer.progress.phase(Phase.ATTENTION_FORWARD):
-                out, lse = attend(layer, rows, sequence, is_saved=saves_attention)
+                out, lse = attention_forward(layer, rows, sequence, is_saved=saves_attention)
         if copy is not None:
             copy.wait()
         # Not mark_dirty(x): FSDP2 passes x as a view made by a custom Function, which autograd
@@ -176,7 +170,7 @@ class _StreamedLayer(torch.autograd.Function):
         # operation that saved x for its own backward.
         result = x.detach()
         with layer.progress.phase(Phase.MLP_FORWARD):
-            finish(layer, DeviceRows(x), out, result)
+            mlp_forward(layer, Rows(x, store.workspace, x.device), out, result)
         if saves_attention:
             saved.out, saved.lse = out, lse
         else:
@@ -189,7 +183,7 @@ class _StreamedLayer(torch.autograd.Function):
         if not is_ours(gradient):
             gradient = gradient.clone(memory_format=torch.contiguous_format)  # costs 1 H
         # In a group the first call recomputes all layers, the others find theirs complete.
-        saved = recompute(group, layer.streaming.store, attend, finish)
+        saved = recompute(group, layer.streaming.store)
         y = SavedAttention(saved.out, saved.lse.on_device())
         sums = layer_backward(layer, gradient, saved.x, y, group.sequence)
         saved.x.release()  # host memory is free for the next layer, whatever still references it
@@ -197,7 +191,7 @@ class _StreamedLayer(torch.autograd.Function):
         return gradient, None, None, None, *sums.in_order()
 
 
-def attend(
+def attention_forward(
     layer: StreamedTransformerLayer, x: Rows, sequence: SequenceInfo, *, is_saved: bool
 ) -> tuple[HeadChunks, StoredLse]:
     """Attention of all heads over the layer's input: O [n, b, h, d] and its lse. Collective.
@@ -205,14 +199,16 @@ def attend(
     O that is not saved is valid until the next layer runs.
     """
     store, index = layer.streaming.store, layer.layer_number - 1
-    attention = layer.self_attention.attention_over(sequence)
-    projections = _projections(layer, x, sequence)
-    out = store.out(index, _slots(layer, projections, attention), is_saved=is_saved)
-    lse = layer.self_attention.ulysses.forward(projections, out, attention)
-    return out, store.save_lse(index, lse, is_saved=is_saved)
+    ulysses, attention = layer.self_attention.ulysses, layer.self_attention.attention_over(sequence)
+    projections = StreamedProjections(layer, x, layer.tiles(x.shape[0]), sequence)
+    sizes, tile_rows = ulysses.sizes(projections, attention), projections.tile_rows
+    out = store.out(index, sizes, tile_rows, projections.device, is_saved=is_saved)
+    lse = ulysses.forward(projections, out, attention)
+    on_host = is_saved and store.policy.layers[index].input_on_host
+    return out, StoredLse(lse, store.arena if on_host else None)
 
 
-def finish(layer: StreamedTransformerLayer, x: Rows, out: HeadChunks, result: Tensor) -> None:
+def mlp_forward(layer: StreamedTransformerLayer, x: Rows, out: HeadChunks, result: Tensor) -> None:
     """Output projection, residual, MLP: x [n, b, m], O [n, b, h, d] -> ``result`` [n, b, m].
 
     ``result`` may be the memory of ``x``: a tile is written after it was read.
@@ -220,6 +216,45 @@ def finish(layer: StreamedTransformerLayer, x: Rows, out: HeadChunks, result: Te
     tiles = layer.tiles(len(result))
     for tile, x_tile in zip(tiles, x.tiles(tiles), strict=True):
         result[tile.local] = after_attention(layer, x_tile, out.rows(tile.seen))  # [t, b, m]
+
+
+def recompute(group: CheckpointGroup, store: ActivationStore) -> SavedLayer:
+    """Pop the last layer left in ``group``, complete; the caller releases its x and O.
+
+    Called in the backward of a group's layers, last first: the first call completes all of them.
+    FSDP2 has gathered the parameters of the calling layer only. The others' are gathered here, one
+    layer at a time, and those of the layer whose backward comes next stay gathered.
+    """
+    members = group.members
+    for saved, successor in zip(members, [*members[1:], None], strict=True):
+        if saved.out is not None and (successor is None or successor.x is not None):
+            continue
+        layer = saved.layer
+        needs_gather = successor is not None and isinstance(layer, FSDPModule)
+        if needs_gather:
+            layer.unshard()
+        if saved.out is None:
+            # The last layer's output is used at once, in the backward that called this.
+            is_saved = successor is not None
+            with layer.progress.phase(Phase.RECOMPUTE_ATTENTION):
+                saved.out, saved.lse = attention_forward(
+                    layer, saved.x, group.sequence, is_saved=is_saved
+                )
+        if successor is not None:
+            with allocating(MemoryCategory.RESIDUAL):
+                x = torch.empty(saved.x.shape, dtype=saved.x.dtype, device=saved.x.device)
+            with layer.progress.phase(Phase.RECOMPUTE_MLP):
+                mlp_forward(layer, saved.x, saved.out, x)
+            copy = store.save_input(successor, x)
+            if copy is not None:
+                copy.wait()
+            del x, copy  # 1 H, which would stay until the next layer's is allocated beside it
+        if needs_gather and successor is not members[-1]:
+            layer.reshard()
+    return members.pop()
+
+
+# A function for each phase of backward: what it holds of its last tile is freed on return.
 
 
 def layer_backward(
@@ -232,27 +267,28 @@ def layer_backward(
     """Turn ``gradient`` [n, b, m] of the output into that of x; returns the parameters'."""
     store, ulysses = layer.streaming.store, layer.self_attention.ulysses
     attention = layer.self_attention.attention_over(sequence)
-    sums, projections = GradientSums(layer), _projections(layer, x, sequence)
-    d_out = store.d_out(_slots(layer, projections, attention))
+    projections = StreamedProjections(layer, x, layer.tiles(x.shape[0]), sequence)
+    sizes, device = ulysses.sizes(projections, attention), projections.device
+    sums = GradientSums(layer)
+    d_out = store.d_out(sizes, projections.tile_rows, device)
     with layer.progress.phase(Phase.MLP_BACKWARD):
-        _after_attention_backward(layer, gradient, x, y.out, d_out, sums)
-    with offload_during(gradient, store):
+        _mlp_backward(layer, gradient, x, y.out, d_out, sums)
+    with store.offload_during_attention(gradient):
         # The sum of one head may take as much room as a tile of all heads.
         rows = layer.streaming.tile_size * ulysses.schedule.num_heads
-        sizes = ulysses.sizes(projections, attention)
-        make_sums = store.make_sums(sizes, rows, projections.device)
+        make_sums = store.make_sums(sizes, rows, device)
         with layer.progress.phase(Phase.ATTENTION_BACKWARD):
             dk, dv = ulysses.backward(projections, y, d_out, attention, make_sums)
         # The rest reads none of the chunk loop's buffers, and the residual needs their memory.
         store.workspace.release()
     dq = d_out  # received slot by slot over dO
     with layer.progress.phase(Phase.QKV_BACKWARD):
-        _before_attention_backward(layer, gradient, projections, (dq, dk, dv), sums)
+        _qkv_backward(layer, gradient, projections, (dq, dk, dv), sums)
     dq.release()
     return sums
 
 
-def _after_attention_backward(
+def _mlp_backward(
     layer: StreamedTransformerLayer,
     gradient: Tensor,
     x: Rows,
@@ -271,7 +307,7 @@ def _after_attention_backward(
             d_out.write(rows, part)  # [t, b, h, d] -> slots of chunks
 
 
-def _before_attention_backward(
+def _qkv_backward(
     layer: StreamedTransformerLayer,
     gradient: Tensor,
     projections: StreamedProjections,
@@ -283,35 +319,18 @@ def _before_attention_backward(
     ``d_qkv``: of the rotated queries [n, b, h, d] and keys, and of the values, [n, b, g, d].
     """
     (dq, dk, dv), names = d_qkv, sums.names(BEFORE_ATTENTION)
-    cos, sin = projections.rotary
-    tiles = projections.tiles
+    (cos, sin), tiles = projections.rotary, projections.tiles
     for tile, x_tile in zip(tiles, projections.x.tiles(tiles), strict=True):
         seen, dtype = tile.seen, gradient.dtype
         rotary = rows_of(cos, seen), rows_of(sin, seen)
         gradients = [  # [t, b, h, d] and twice [t, b, g, d]
             rotate_(dq.rows(seen), *rotary, adjoint=True),
+            # fp32 if several ranks' parts of a key-value head met here: rounded after the rotation.
             rotate_(rows_of(dk, seen), *rotary, adjoint=True).to(dtype),
             rows_of(dv, seen).to(dtype),
         ]
         (dx,) = tile_backward(queries_keys_values, layer, [x_tile], gradients, sums, names)
         gradient[tile.local] += dx  # to that of the residual, left by phase 1
-
-
-def _projections(
-    layer: StreamedTransformerLayer, x: Rows, sequence: SequenceInfo
-) -> StreamedProjections:
-    tiles = layer.tiles(x.shape[0])
-    n = sum(run.stop - run.start for tile in tiles for run in tile.seen)
-    rotary = layer.self_attention.context.cos_sin(sequence, x.device, n)
-    return StreamedProjections(layer, x, tiles, rotary)
-
-
-def _slots(
-    layer: StreamedTransformerLayer, projections: StreamedProjections, attention: Attention
-) -> HeadChunksSpec:
-    sizes = layer.self_attention.ulysses.sizes(projections, attention)
-    first = projections.tiles[0].local  # no tile is larger
-    return HeadChunksSpec(sizes, first.stop - first.start, projections.device)
 
 
 def is_ours(gradient: Tensor) -> bool:

@@ -71,45 +71,10 @@ class MemoryPlan:
         What the backward of the first layer takes after that is still held in the forward of the
         next step.
         """
+        policy, layers = self.policy, range(len(self.policy.layers))
         held: Held = {}
         if not first_step:
             self._take(Phase.QKV_BACKWARD, 0, held)
-        yield from self._step(held)
-
-    def taken(self, phase: Phase, layer: int) -> tuple[Buffer, ...]:
-        """The buffers that ``layer`` takes in ``phase``."""
-        policy, parks = self.policy.layers[layer], self.policy.park
-        is_forward = phase in (Phase.ATTENTION_FORWARD, Phase.MLP_FORWARD)
-        # In forward the input is on the device, except while it is parked.
-        is_parked = phase == Phase.ATTENTION_FORWARD and parks
-        kind = _LayerPhase(
-            phase,
-            is_parked if is_forward else policy.input_on_host,
-            policy.output_on_host,
-            self.policy.selective if is_forward else policy.saves_output,
-            parks,
-        )
-        if kind not in self._taken:
-            self._taken[kind] = _taken(self.sizes, kind)
-        return self._taken[kind]
-
-    def uses(self) -> Iterator[tuple[Phase, tuple[Buffer, ...]]]:
-        """The buffers that are in use in each phase, through a step."""
-        for phase, layer, _ in self.workspace():
-            if phase != Phase.BACKWARD:  # between layers nothing is taken
-                yield phase, self.taken(phase, layer)
-
-    def host_bytes(self) -> int:
-        """Bytes that the host arena holds after one step."""
-        replay, layers = _HostReplay(self.sizes, self.policy), range(len(self.policy.layers))
-        for layer in layers:
-            replay.forward(layer)
-        for layer in reversed(layers):
-            replay.backward(layer)
-        return replay.arena.reserved_bytes
-
-    def _step(self, held: Held) -> Iterator[tuple[Phase, int, Held]]:
-        policy, layers = self.policy, range(len(self.policy.layers))
         for layer in layers:
             for phase in (Phase.ATTENTION_FORWARD, Phase.MLP_FORWARD):
                 yield phase, layer, self._take(phase, layer, held)
@@ -132,6 +97,32 @@ class MemoryPlan:
             yield Phase.QKV_BACKWARD, layer, self._take(Phase.QKV_BACKWARD, layer, held) | slots
             yield Phase.BACKWARD, layer, dict(held)
 
+    def taken(self, phase: Phase, layer: int) -> tuple[Buffer, ...]:
+        """The buffers that ``layer`` takes in ``phase``."""
+        policy, parks = self.policy.layers[layer], self.policy.park
+        is_forward = phase in (Phase.ATTENTION_FORWARD, Phase.MLP_FORWARD)
+        # In forward the input is on the device, except while it is parked.
+        is_parked = phase == Phase.ATTENTION_FORWARD and parks
+        kind = _LayerPhase(
+            phase,
+            is_parked if is_forward else policy.input_on_host,
+            policy.output_on_host,
+            self.policy.selective if is_forward else policy.saves_output,
+            parks,
+        )
+        if kind not in self._taken:
+            self._taken[kind] = _taken(self.sizes, kind)
+        return self._taken[kind]
+
+    def host_bytes(self) -> int:
+        """Bytes that the host arena holds after one step."""
+        replay, layers = _HostReplay(self.sizes, self.policy), range(len(self.policy.layers))
+        for layer in layers:
+            replay.forward(layer)
+        for layer in reversed(layers):
+            replay.backward(layer)
+        return replay.arena.reserved_bytes
+
     def _take(self, phase: Phase, layer: int, held: Held) -> Held:
         """Take the buffers of a phase; returns what is held then."""
         for buffer in self.taken(phase, layer):
@@ -146,7 +137,7 @@ def _taken(sizes: LayerSizes, kind: _LayerPhase) -> tuple[Buffer, ...]:
     taken: list[Buffer] = []
     if kind.reads_input_from_host:
         taken.append(row_tiles(rows * sizes.residual[1:].numel(), attention.dtype))
-    out, d_out = Staging.of_out(attention, rows), Staging.of_d_out(attention, rows)
+    out, d_out = (Staging.plan(name, attention, rows) for name in ("out", "d_out"))
     match kind.phase:
         case Phase.ATTENTION_FORWARD | Phase.RECOMPUTE_ATTENTION:
             taken += [*buffers_of(ForwardBuffers.plan(attention)), *ring_buffers(attention)]
@@ -175,13 +166,14 @@ def _taken(sizes: LayerSizes, kind: _LayerPhase) -> tuple[Buffer, ...]:
 
 
 class _HostReplay:
-    """Reserves from an arena without memory, in the order of ``layer.py`` and ``recompute.py``.
+    """Reserves from an arena without memory, in the order of ``layer.py``.
 
     The order matters: a reservation reuses released memory only of its own size.
     """
 
     def __init__(self, sizes: LayerSizes, policy: ActivationPolicy):
         self.sizes, self.policy, self.arena = sizes, policy, HostArena.for_tracing()
+        self.residual = sizes.residual, sizes.attention.dtype
         self.inputs: dict[int, HostSlot] = {}
         self.outputs: dict[int, list[HostSlot]] = {}
         self.lse: dict[int, list[HostSlot]] = {}
@@ -189,12 +181,12 @@ class _HostReplay:
     def forward(self, layer: int) -> None:
         policy = self.policy.layers[layer]
         if policy.saves_input and policy.input_on_host:
-            self.inputs[layer] = self._residual()
+            self.inputs[layer] = self.arena.reserve(*self.residual)
         # A residual that was saved on the host is not parked a second time.
-        parked = self._residual() if self.policy.park and layer not in self.inputs else None
+        parks = self.policy.park and layer not in self.inputs
+        parked = [self.arena.reserve(*self.residual)] if parks else []
         output = self._attend(layer, is_saved=self.policy.selective)
-        if parked is not None:
-            parked.release()
+        _release(parked)
         if self.policy.selective:
             self.outputs[layer] = output
         else:
@@ -206,26 +198,23 @@ class _HostReplay:
             if member not in self.outputs:
                 self.outputs[member] = self._attend(member, is_saved=member < layer)
             if member < layer and self.policy.layers[member + 1].input_on_host:
-                self.inputs[member + 1] = self._residual()
+                self.inputs[member + 1] = self.arena.reserve(*self.residual)
         _release(self.lse.pop(layer, []))
+        attention = self.sizes.attention
         if self.policy.park:
-            d_output, gradient = self._head_chunks(), self._residual()
-            self._sum_over_chunks()
+            d_output, gradient = self._head_chunks(), self.arena.reserve(*self.residual)
+            sums: dict[range, HostSlot] = {}  # of dK and dV, by the heads that arrived together
+            for assignment in attention.mine if attention.sums_kv else ():
+                if heads := assignment.kv_to_load:
+                    shape = attention.kv_sum_shape(len(heads))
+                    sums[heads] = self.arena.reserve(shape, attention.sum_dtype)
+                for heads in [heads for heads in sums if heads[-1] in assignment.kv_finished]:
+                    sums.pop(heads).release()
             gradient.release()
             _release(d_output)
         if layer in self.inputs:
             self.inputs.pop(layer).release()
         _release(self.outputs.pop(layer))
-
-    def _sum_over_chunks(self) -> None:
-        """Sums of dK and dV of the heads in use."""
-        attention, held = self.sizes.attention, {}
-        for assignment in attention.mine if attention.sums_kv else ():
-            if assignment.kv_to_load:
-                shape = attention.kv_sum_shape(len(assignment.kv_to_load))
-                held[assignment.kv_to_load] = self.arena.reserve(shape, attention.sum_dtype)
-            for heads in [heads for heads in held if heads[-1] in assignment.kv_finished]:
-                held.pop(heads).release()
 
     def _attend(self, layer: int, *, is_saved: bool) -> list[HostSlot]:
         """The slots of the layer's attention output; those of its log-sum-exps are saved."""
@@ -233,14 +222,14 @@ class _HostReplay:
         output = self._head_chunks() if policy.output_on_host else []
         if is_saved and policy.input_on_host:
             self.lse[layer] = [
-                self.arena.reserve(attention.lse_shape(call), accumulation_dtype(attention.dtype))
+                self.arena.reserve(
+                    (attention.b, columns.stop - columns.start, attention.tokens),
+                    accumulation_dtype(attention.dtype),
+                )
                 for assignment in attention.mine
-                for call in assignment.kernel_calls
+                for columns in (call.query_columns for call in assignment.kernel_calls)
             ]
         return output
-
-    def _residual(self) -> HostSlot:
-        return self.arena.reserve(self.sizes.residual, self.sizes.attention.dtype)
 
     def _head_chunks(self) -> list[HostSlot]:
         sizes = self.sizes.attention

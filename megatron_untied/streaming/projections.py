@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_untied.context_parallel.exchange import HeadBlocks
+from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import Projections
 from megatron_untied.rope import rotate_
 from megatron_untied.streaming.host_tensors import Rows
@@ -29,13 +30,16 @@ class StreamedProjections(Projections):
         layer: TransformerLayer,
         x: Rows,
         tiles: Sequence[Tile],
-        rotary: tuple[Tensor, Tensor],
+        sequence: SequenceInfo,
     ):
-        """``x``: [n, b, m] or [n/t, b, m]; ``rotary``: fp32 [n, b or 1, 1, rot/2] each."""
-        self.layer, self.x, self.tiles, self.rotary = layer, x, tiles, rotary
+        """``x``: [n, b, m] or [n/t, b, m]; ``sequence``: what gives its tokens their positions."""
+        self.layer, self.x, self.tiles = layer, x, tiles
         self.n = sum(run.stop - run.start for tile in tiles for run in tile.seen)
         self.b, self.dtype, self.device = x.shape[1], x.dtype, x.device
         self.attention = layer.self_attention
+        # cos and sin, fp32 [n, b or 1, 1, rot/2] each.
+        self.rotary = self.attention.context.cos_sin(sequence, x.device, self.n)
+        self.tile_rows = tiles[0].local.stop - tiles[0].local.start  # no tile has more
 
     @override
     def write(self, kind: Literal["q", "k", "v"], heads: Sequence[range], send: Tensor) -> None:
@@ -58,7 +62,8 @@ class StreamedProjections(Projections):
             for rows, part in split_rows(y, tile.seen):  # [rows, b, heads, d]
                 if kind != "v":
                     rotate_(part, *(table[rows] for table in self.rotary))
-                blocks.write(rows, part)
+                for block, of_ranks in blocks.pairs(rows, part):
+                    block.copy_(of_ranks)  # [ranks, rows, b, heads per rank, d]
 
     def _normed(self, x: Tensor) -> Tensor:
         """Tile of the normalized input, [t, b, m]: not named in the loop, so freed when used."""

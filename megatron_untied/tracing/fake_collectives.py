@@ -86,6 +86,7 @@ def optimizer_step(sharding: Sharding) -> None:
     for group in sharding.param_groups:
         group["fused"] = True  # as transformer-engine's and apex', which it uses on GPUs
     sharding.finish_gradients()
+    # The two halves of its step(), without the norm and the clipping between them.
     sharding.optimizer.prepare_grads()
     sharding.optimizer.step_with_ready_grads()
 
@@ -105,7 +106,7 @@ def call_with_borrowed_memory(func: OpOverload, args: tuple, kwargs: dict) -> An
 def borrow(x: Tensor) -> Tensor:
     """A tensor with the values, shape and CPU memory of ``x`` that does not keep the memory."""
     storage = x.untyped_storage()
-    if not storage.nbytes():
+    if not storage.nbytes():  # freed by a resize: there is no address to borrow
         return x
     memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
     whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()

@@ -39,12 +39,13 @@ class FakeTensorCache:
     def __call__(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         """What ``func(*args, **kwargs)`` returns under the mode."""
         first = args[0] if args else None
+        # Subclasses and factory functions, which are few, take FakeTensorMode's own way.
         if type(first) is not FakeTensor:
             return func(*args, **kwargs)
         kind = _kind(func)
         if kind == "device":  # more than half of all calls: autograd asks for it at every view
             return first._fake_device
-        if kind == "in place":
+        if kind == "in place":  # nothing to compute: a fake tensor has no values
             return first
         if kind == "nothing":
             return None
@@ -64,13 +65,14 @@ class FakeTensorCache:
         return [self._fake(view, device) for view in result]
 
     def _function(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+        # A key holds no fake tensor: one that the cache kept alive would count as live bytes.
         key = func, _key(args), _key(kwargs.items())
         if key not in self._results:
             results = func(*args, **kwargs)
             self._results[key] = _layouts(results, args)
             return results
         layouts = self._results[key]
-        if layouts is None:
+        if layouts is None:  # a result is an argument, such as ``to`` without a conversion
             return self._view(func, args, kwargs)
         results: list[FakeTensor | None] = []
         for layout in layouts:
@@ -98,24 +100,24 @@ class FakeTensorCache:
         return fake
 
 
+@dataclass
 class _MetaTensors:
     """While entered, fake tensors are the meta tensors that they are made of.
 
     torch's ``in_kernel_invocation_manager``, which as a generator takes longer than an operation.
     """
 
-    def __init__(self, mode: FakeTensorMode):
-        self._mode = mode
+    mode: FakeTensorMode
 
     def __enter__(self) -> None:
         self._guards = torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard()
         for guard in self._guards:
             guard.__enter__()
-        self._mode.in_kernel_invocation = True
+        self.mode.in_kernel_invocation = True
         torch._C._set_meta_in_tls_dispatch_include(True)
 
     def __exit__(self, *exception: object) -> None:
-        self._mode.in_kernel_invocation = False
+        self.mode.in_kernel_invocation = False
         for guard in reversed(self._guards):  # they restore thread-local state as a stack
             guard.__exit__(*exception)
 
@@ -182,7 +184,7 @@ def _layouts(results: Any, args: Sequence[Any]) -> list[_Layout | None] | None:
         if not isinstance(x, FakeTensor):
             layouts.append(None)
             continue
-        if x.untyped_storage()._cdata in storages:  # such as ``to`` without a conversion
+        if x.untyped_storage()._cdata in storages:
             return None
         layouts.append(_Layout(x.shape, x.stride(), x.dtype, x.fake_device))
     return layouts

@@ -81,11 +81,6 @@ class LiveBytes(AllocationObserver):
         self._is_paused = False
         self._patches = contextlib.ExitStack()
 
-    @property
-    def peak_phase(self) -> str:
-        """The phase with the highest peak."""
-        return max(self.peaks, key=lambda name: self.peaks[name].num_bytes)
-
     def move_to_host(self, tensor: Tensor) -> None:
         """Count a tensor's memory as the host's from now on."""
         storage = tensor.untyped_storage()
@@ -139,6 +134,7 @@ class LiveBytes(AllocationObserver):
         result = self._call(func, args, kwargs or {})
         if self._is_paused or not may_allocate(func):
             return result
+        # Results only: what an operation allocates and frees inside is the kernel's own.
         for tensor in tree_iter(result):
             if not isinstance(tensor, Tensor):
                 continue
@@ -157,6 +153,7 @@ class LiveBytes(AllocationObserver):
         """Count ``storage`` until its last reference is gone."""
         key, category = storage._cdata, self.category
         category = category or f"other, made in {self._progress.current_phase}"
+        # The callback runs in whatever thread drops the last reference.
         reference = weakref.ref(storage, lambda _: self._change(self._alive.pop(key), 0))
         self._alive[key] = alive = _Alive(reference, 0, category)
         self._change(alive, storage.nbytes())
@@ -168,7 +165,7 @@ class LiveBytes(AllocationObserver):
         alive.num_bytes = num_bytes
         self.num_bytes += growth
         self._by_category[alive.category] += growth
-        if growth <= 0:
+        if growth <= 0:  # less memory is no peak; a phase that only frees has none of its own
             return
         name = self._progress.current_phase
         if not self.timeline or self.timeline[-1][0] != name:

@@ -16,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_untied.config.run import RunConfig
-from megatron_untied.context_parallel.kernels.traced import TracedFlashAttention3
+from megatron_untied.context_parallel.kernels.flash_attention import FlashAttention3
+from megatron_untied.context_parallel.kernels.registry import KERNELS
+from megatron_untied.context_parallel.kernels.traced import SCRATCH, TracedKernel
 from megatron_untied.gpt_model import ChunkedLossGPTModel
 from megatron_untied.model import Runtime, build_model
 from megatron_untied.phases import MemoryCategory, Phase, allocating
@@ -68,7 +70,10 @@ class StepTracer:
 
     def __init__(self, config: RunConfig, *, fake: bool = True):
         """``fake=False``: on real tensors, to check the numbers of a trace."""
-        self.config, self.kernel = config, TracedFlashAttention3()
+        self.config = config
+        # A trace has no GPU to choose for: a family of kernels is traced as FlashAttention-3.
+        kinds = [kind for kind in KERNELS[config.attention_backend] if kind in SCRATCH]
+        self.kernel = TracedKernel(kinds[0] if len(kinds) == 1 else FlashAttention3)
         self.progress = StepProgress()
         self.calls_in_forward = 0
         if fake:
@@ -94,11 +99,20 @@ class StepTracer:
                 self._keep_on_host(train_state, shards)
             del shards  # they hold views, which would keep memory alive
             model_state_bytes = self.live.num_bytes
+            batch = self.config.batch
+            shape = batch.micro_batch_size, batch.seq_length // groups.cp.size()  # [b, s/p]
             with allocating(MemoryCategory.INPUTS):
-                batches = _batches(self.config, groups)
+                batches = [
+                    Batch(
+                        tokens=torch.zeros(shape, dtype=torch.int64),
+                        labels=torch.zeros(shape, dtype=torch.int64),
+                        loss_mask=torch.ones(shape, dtype=torch.float32),
+                    )
+                    for _ in range(batch.num_micro_batches(groups.dp.size()))
+                ]
             train_state.sharding.zero_grad()
-            tokens = self.config.batch.tokens
-            forward_backward(train_state, batches, tokens, self._forward_step)
+            # Every token is valid, so their number needs no all-reduce and no value from a tensor.
+            forward_backward(train_state, batches, batch.tokens, self._forward_step)
             with self.progress.phase(Phase.OPTIMIZER):
                 optimizer_step(train_state.sharding)
         return self._result(train_state.model, model_state_bytes)
@@ -128,6 +142,7 @@ class StepTracer:
             )
 
     def _forward_step(self, model: nn.Module, batch: Batch, token_weights: Tensor) -> Tensor:
+        # Counted apart from the whole step: the rest are calls of recomputation.
         before = self.kernel.counter.forward_calls
         loss = model(batch.tokens, labels=batch.labels, token_weights=token_weights)
         self.calls_in_forward += self.kernel.counter.forward_calls - before
@@ -142,7 +157,7 @@ class StepTracer:
             sent_bytes += ring.counter.sent_bytes
         return StepTrace(
             peak_by_phase=self.live.peaks,
-            peak_phase=self.live.peak_phase,
+            peak_phase=max(self.live.peaks, key=lambda name: self.live.peaks[name].num_bytes),
             timeline=self.live.timeline,
             model_state_bytes=model_state_bytes,
             host_bytes=self.arena.reserved_bytes + self.live.host_bytes,
@@ -167,17 +182,3 @@ def trace_step(config: RunConfig, *, world_size: int, rank: int = 0) -> StepTrac
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def _batches(config: RunConfig, groups: ProcessGroupCollection) -> list[Batch]:
-    """This rank's micro-batches of one step: [micro_batch_size, seq_length / context ranks]."""
-    batch = config.batch
-    shape = batch.micro_batch_size, batch.seq_length // groups.cp.size()
-    return [
-        Batch(
-            tokens=torch.zeros(shape, dtype=torch.int64),
-            labels=torch.zeros(shape, dtype=torch.int64),
-            loss_mask=torch.ones(shape, dtype=torch.float32),
-        )
-        for _ in range(batch.num_micro_batches(groups.dp.size()))
-    ]

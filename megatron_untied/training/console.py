@@ -20,7 +20,7 @@ class ProgressConsole:
         self._console = console or Console()
         self._start, self._total = start, total
         self._began = time.monotonic()
-        self._bar = Progress(
+        self.bar = Progress(
             "iteration",
             MofNCompleteColumn(),
             BarColumn(),
@@ -30,14 +30,8 @@ class ProgressConsole:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("train", completed=start, total=total)
-
-    def __enter__(self) -> "ProgressConsole":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        """A context: enter it to show the bar. Its thread redraws it below the lines."""
+        self._task = self.bar.add_task("train", completed=start, total=total)
 
     def print(self, line: str) -> None:
         """Print one line as it is, without markup, and flush."""
@@ -46,7 +40,7 @@ class ProgressConsole:
 
     def advance(self, iteration: int) -> None:
         """Move the bar to ``iteration``; no effect without a terminal."""
-        self._bar.update(self._task, completed=iteration)
+        self.bar.update(self._task, completed=iteration)
 
     def report(self, iteration: int) -> None:
         """Print progress and ETA in a line; no effect on a terminal, which has the bar."""

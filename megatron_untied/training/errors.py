@@ -31,7 +31,7 @@ def print_error_once(launch: Launch) -> Iterator[None]:
         raise SystemExit(1) from error
     except KeyboardInterrupt:
         if launch.rank == 0:
-            _print("interrupted before training")
+            sys.stderr.write("interrupted before training\n")
         raise SystemExit(130) from None
 
 
@@ -43,8 +43,8 @@ def print_once(message: str, launch: Launch) -> None:
     try:
         store = dist.PrefixStore("errors", open_store(launch))
     except (ValueError, dist.DistError):  # the error may be that there is no store
-        if launch.local_rank == 0:
-            _print(message)
+        if launch.local_rank == 0:  # once per node: without a store nodes cannot agree
+            sys.stderr.write(f"{message}\n")
         return
 
     def failed_ranks() -> list[int]:
@@ -56,8 +56,8 @@ def print_once(message: str, launch: Launch) -> None:
         failed = failed_ranks()
         ranks = [rank for rank in failed if store.get(f"error of {rank}").decode() == message]
         if ranks[0] == launch.rank:
-            on_all_ranks = len(ranks) == launch.world_size
-            _print(message if on_all_ranks else f"{message} [{listed_ranks(ranks)}]")
+            where = "" if len(ranks) == launch.world_size else f" [{listed_ranks(ranks)}]"
+            sys.stderr.write(f"{message}{where}\n")
             store.set(f"printed by {launch.rank}", "")
         _wait_until(lambda: store.check([f"printed by {ranks[0]}"]))
         printed.append(True)
@@ -82,7 +82,7 @@ def _print_on_sigterm(message: str) -> Iterator[list[bool]]:
 
     def on_signal(*_: object) -> None:
         if not printed:
-            _print(message)
+            sys.stderr.write(f"{message}\n")
             os._exit(1)
 
     previous = signal.signal(signal.SIGTERM, on_signal)
@@ -98,8 +98,3 @@ def _wait_until(condition: Callable[[], bool]) -> None:
     # Polling instead of store.wait(), in whose C++ code no signal handler of Python would run.
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.1)
-
-
-def _print(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

@@ -162,10 +162,13 @@ class SignalWatch:
         while True:
             announces = self._rank == 0 and self._announce is not None and not self._announced
             listens = announces or self._drop is not None
+            # These wake up to look into the store; the other ranks sleep until a signal.
             ready, _, _ = select([self._reader], [], [], LISTEN_SECONDS if listens else None)
             numbers = self._reader.recv(64) if ready else b""  # one byte per signal
             if ready and not numbers:  # the writer was shut down
                 return
+            # The descriptor gets every signal that has a handler in Python, those of other code
+            # too.
             for number in sorted(set(numbers) & set(self._previous)):
                 self._handle(number)
             if announces:

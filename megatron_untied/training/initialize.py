@@ -69,6 +69,8 @@ def initialize(
     """
     device.select_device(launch.local_rank)  # before nccl, which binds to the current device
     if not dist.is_initialized():
+        # Without device_id, though torch may ask for it: with it each of megatron-core's groups is
+        # split off at once, with a communicator and its device memory, also if it is never used.
         dist.init_process_group(
             config.distributed.backend,
             rank=launch.rank,

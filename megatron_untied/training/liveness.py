@@ -54,10 +54,11 @@ class PeerProgress:
             return
         self._published = position
 
-    def collect(self) -> dict[int, StepPosition]:
-        """Last published position by rank, without ranks that have published none.
+    def diagnose(self, here: StepPosition) -> str:
+        """One sentence: the ranks that are behind this rank, or behind the others.
 
-        If the store is gone, the positions of the last successful call.
+        Args:
+            here: position of this rank, which may not be published yet.
         """
         try:
             for rank in range(self.world_size):
@@ -65,18 +66,10 @@ class PeerProgress:
                 # check() first: get() would block until the key exists.
                 if self.store.check([key]):
                     self._collected[rank] = StepPosition(**json.loads(self.store.get(key)))
-        except dist.DistError:
+        except dist.DistError:  # the store is gone: use the positions of the last diagnosis
             pass
-        return self._collected
-
-    def diagnose(self, here: StepPosition) -> str:
-        """One sentence: the ranks that are behind this rank, or behind the others.
-
-        Args:
-            here: position of this rank, which may not be published yet.
-        """
-        positions = self.collect() | {self.rank: here}
         # This rank's position is newer than the one it has published.
+        positions = self._collected | {self.rank: here}
         first = min(position.order for position in positions.values())
         behind = [rank for rank, position in positions.items() if position.order == first]
         silent = [rank for rank in range(self.world_size) if rank not in positions]
@@ -139,6 +132,7 @@ class Heartbeat:
         self._seen: StepPosition | None = None
         self._device = device.current_device()  # the current device is per thread
         self._stop = threading.Event()
+        # A daemon: a rank that ends in a failed collective must not wait for its next beat.
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "Heartbeat":

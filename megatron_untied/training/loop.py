@@ -13,7 +13,8 @@ from megatron_untied.checkpoint import Progress, describe_loading
 from megatron_untied.config.run import RunConfig
 from megatron_untied.flops import attention_units
 from megatron_untied.planner.disk import Disk
-from megatron_untied.planner.machine import this_machine
+from megatron_untied.planner.kernels import describe_kernel, is_planned
+from megatron_untied.planner.machine import this_gpu, this_machine
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.search import describe
 from megatron_untied.platform import device
@@ -131,6 +132,7 @@ def load_and_describe(run: Run) -> Progress:
         report.say(describe_loading(config.checkpoint, run.start))
     if run.plan is not None:
         report.say(describe(run.plan))
+    report.say(describe_kernel(run.kernel, this_gpu() if device.gpu_properties() else None))
     report.say(f"{run.train_state.describe()} | {progress.iteration} iterations done")
     # A recipe can write about 1 TB of checkpoints: warn before the first step, not after days.
     shortfall = Disk.of(config, run.launch.world_size, progress.iteration).shortfall()
@@ -142,7 +144,8 @@ def load_and_describe(run: Run) -> Progress:
 def compare_memory(run: Run, iteration: int) -> None:
     """Report the device memory of the steps so far beside the plan's; collective over all ranks."""
     measured = device.device_memory()
-    if measured is None:  # on every rank: no GPUs, and nothing to compare
+    # On every rank: there are no GPUs, or attention is by matrix products, which no plan counts.
+    if measured is None or not is_planned(run.kernel):
         return
     plan = run.plan or Plan(run.config, this_machine(run.groups))
     for line in memory_against_plan(plan.peak.num_bytes, measured):

@@ -3,6 +3,7 @@
 import json
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from megatron_untied.checkpoint.directory import make_writable
-from megatron_untied.config.run import LoggingConfig
+from megatron_untied.config.run import LoggingConfig, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,12 @@ Metrics = IterationMetrics | EvaluationMetrics
 class MetricsSink(AbstractContextManager):
     """A destination of metrics; leaving the context closes it."""
 
+    close: Callable[[], None]
+    """Set by subclasses."""
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     @abstractmethod
     def write(self, metrics: Metrics) -> None:
         """Append the metrics of one step or evaluation."""
@@ -65,19 +72,27 @@ class MetricsFile(MetricsSink):
 
     def __init__(self, path: Path, *, start_iteration: int):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _supersede(path, start_iteration)
+        kept, superseded = [], []
+        for line in read_metrics(path) if path.exists() else []:
+            lines = superseded if line["iteration"] > start_iteration else kept
+            lines.append(json.dumps(line) + "\n")
+        if superseded:
+            with path.with_name(path.name + ".superseded").open("a") as file:
+                file.writelines(superseded)
+        # Replaced in one step: a crash in between leaves the old file or the new one. Rewritten
+        # even if no line moves, because a crash may have cut the last line short.
+        rewritten = path.with_name(path.name + ".tmp")
+        rewritten.write_text("".join(kept))
+        rewritten.replace(path)
         self._file = path.open("a")
+        self.close = self._file.close
 
     @override
     def write(self, metrics: Metrics) -> None:
         # JSON has no nan and no infinity: they become null.
         values = {k: v if math.isfinite(v) else None for k, v in asdict(metrics).items()}
         self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        self._file.flush()  # a step may take an hour, and the file is read while the run goes on
 
 
 class TensorBoardEvents(MetricsSink):
@@ -87,15 +102,13 @@ class TensorBoardEvents(MetricsSink):
         from torch.utils.tensorboard import SummaryWriter  # optional package, slow to import
 
         self._writer = SummaryWriter(folder, purge_step=start_iteration + 1)
+        self.close = self._writer.close
 
     @override
     def write(self, metrics: Metrics) -> None:
         for name, value in asdict(metrics).items():
-            if name != "iteration":
+            if name != "iteration":  # the x axis of all others
                 self._writer.add_scalar(name, value, metrics.iteration)
-
-    def __exit__(self, *exception: object) -> None:
-        self._writer.close()
 
 
 class WandbRun(MetricsSink):
@@ -105,14 +118,12 @@ class WandbRun(MetricsSink):
         import wandb  # optional package
 
         self._run = wandb.init(project=project)
+        self.close = self._run.finish
 
     @override
     def write(self, metrics: Metrics) -> None:
         values = asdict(metrics)
         self._run.log(values, step=values.pop("iteration"))
-
-    def __exit__(self, *exception: object) -> None:
-        self._run.finish()
 
 
 def open_sinks(logging: LoggingConfig, *, start_iteration: int) -> list[MetricsSink]:
@@ -127,19 +138,24 @@ def open_sinks(logging: LoggingConfig, *, start_iteration: int) -> list[MetricsS
     return sinks
 
 
-def require_writable(logging: LoggingConfig) -> None:
-    """Create the folders that sinks write to and check that they can be written.
+def require_output_paths(config: RunConfig) -> None:
+    """Check that checkpoints and metrics can be written, before anything is computed.
+
+    Folders that do not exist are created.
 
     Raises:
         ValueError: a path cannot be written; the message names the flag.
     """
+    logging = config.logging
+    if config.checkpoint.save:
+        make_writable(Path(config.checkpoint.save), "--save")
     if logging.tensorboard_dir:
         make_writable(Path(logging.tensorboard_dir), "--tensorboard-dir")
     if logging.metrics_jsonl:
         path = Path(logging.metrics_jsonl)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("a").close()
+            path.open("a").close()  # os.access may allow what a network drive refuses
         except OSError as error:
             raise ValueError(
                 f"--metrics-jsonl {path} cannot be written ({error.strerror}: {error.filename}); "
@@ -161,17 +177,3 @@ def read_metrics(path: Path) -> list[dict]:
     """Read the lines of a metrics file, without a last line that a crash cut short."""
     lines = path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _supersede(path: Path, start_iteration: int) -> None:
-    """Move lines after ``start_iteration`` to another file, and drop an incomplete last line."""
-    kept, past = [], []
-    for line in read_metrics(path):
-        (past if line["iteration"] > start_iteration else kept).append(json.dumps(line) + "\n")
-    if past:
-        with path.with_name(path.name + ".superseded").open("a") as superseded:
-            superseded.writelines(past)
-    # Replaced in one step: a crash in between leaves the old file or the new one.
-    rewritten = path.with_name(path.name + ".tmp")
-    rewritten.write_text("".join(kept))
-    rewritten.replace(path)

@@ -79,7 +79,7 @@ def require_on_first_rank(check: Callable[[], None], launch: Launch, store: dist
             check()
         except ValueError as error:
             message = str(error)
-        store.set("found by rank 0", message)
+        store.set("found by rank 0", message)  # also if empty: the other ranks wait for it
     if message := store.get("found by rank 0").decode():
         _barrier(store, "read the error of rank 0", launch)
         raise ValueError(message)
@@ -94,7 +94,7 @@ def require_same_config(config: RunConfig, launch: Launch, store: dist.Store) ->
     Raises:
         ValueError: on every rank, with the flags that differ, their values and the ranks.
     """
-    mine = _fields(config)
+    mine = _fields(json.loads(json.dumps(asdict(config), default=str)))  # as the store passes it on
     if launch.rank == 0:
         store.set("config", json.dumps(mine))
     first = json.loads(store.get("config"))  # blocks until rank 0 has set it
@@ -117,6 +117,7 @@ def gather_in(store: dist.Store, launch: Launch) -> Gather:
         name = f"gathering {store.add(f'gatherings of rank {launch.rank}', 1)}"
         store.set(f"{name}: rank {launch.rank}", pickle.dumps(value))
         if launch.rank == 0:
+            # Rank 0 joins the values, so that each rank reads one key instead of one per rank.
             pickled = [store.get(f"{name}: rank {rank}") for rank in range(launch.world_size)]
             store.set(name, pickle.dumps([pickle.loads(data) for data in pickled]))
         values = pickle.loads(store.get(name))
@@ -139,22 +140,20 @@ def _barrier(
         store.wait([f"{name}: all"])
 
 
-def _fields(config: RunConfig) -> Fields:
-    """Values of all fields that must agree between ranks."""
+def _fields(values: dict[str, Any], prefix: str = "") -> Fields:
+    """Values of all fields that must agree between ranks, by path."""
     fields: Fields = {}
-
-    def flatten(prefix: str, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                flatten(f"{prefix}{name}.", value)
-            else:
-                fields[prefix + name] = value
-
-    flatten("", json.loads(json.dumps(asdict(config), default=str)))
-    return {name: fields[name] for name in fields if not name.startswith(RANK_LOCAL_FIELDS)}
+    for name, value in values.items():
+        path = prefix + name
+        if isinstance(value, dict):
+            fields |= _fields(value, f"{path}.")
+        elif not path.startswith(RANK_LOCAL_FIELDS):
+            fields[path] = value
+    return fields
 
 
 def _message(first: Fields, reports: dict[int, Fields], world_size: int) -> str:
+    # In the order of the fields, each once: all ranks print the same line.
     names = list(dict.fromkeys(name for fields in reports.values() for name in fields))
     listed = [name for name in names if name not in DERIVED_FIELDS] or names
     parts = []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_untied.checkpoint import Progress
 from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks
-from megatron_untied.checkpoint.directory import iteration_folder, make_writable
+from megatron_untied.checkpoint.directory import iteration_folder
 from megatron_untied.config.run import RunConfig
 from megatron_untied.flops import step_flops
 from megatron_untied.platform import device
@@ -22,9 +22,7 @@ from megatron_untied.training.initialize import Launch
 from megatron_untied.training.metrics import (
     EvaluationMetrics,
     IterationMetrics,
-    MetricsSink,
     open_sinks,
-    require_writable,
 )
 from megatron_untied.training.step import StepResult
 
@@ -167,20 +165,17 @@ class Reporter:
 
     def open_sinks(self) -> None:
         """Open the metrics sinks of rank 0; collective: an error is raised on all ranks."""
-
-        def open_on_first_rank() -> list[MetricsSink]:
-            if not self._active:
-                return []
-            sinks = open_sinks(self._config.logging, start_iteration=self._start)
-            return [self._open.enter_context(sink) for sink in sinks]
-
-        self._sinks = raise_on_all_ranks(open_on_first_rank)
+        logging, start = self._config.logging, self._start
+        self._sinks = raise_on_all_ranks(
+            lambda: open_sinks(logging, start_iteration=start) if self._active else []
+        )
+        for sink in self._sinks:
+            self._open.enter_context(sink)
 
     def __enter__(self) -> "Reporter":
         if self._active:
-            self._console = self._open.enter_context(
-                ProgressConsole(start=self._start, total=self._config.loop.train_iters)
-            )
+            self._console = ProgressConsole(start=self._start, total=self._config.loop.train_iters)
+            self._open.enter_context(self._console.bar)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -272,6 +267,7 @@ class Reporter:
             seconds_per_iteration=seconds / len(steps),
             learning_rate=last.learning_rate,
             global_batch_size=config.batch.global_batch_size,
+            # Every step has the same weight, whatever its number of valid tokens, as in Megatron.
             lm_loss=sum(step.lm_loss for step in steps) / len(steps),
             grad_norm=last.grad_norm,
             skipped_iterations=self._skipped,
@@ -284,14 +280,3 @@ class Reporter:
         self._console.print(str(line))
         self._console.report(last.iteration)
         self._since_line, self._skipped, self._nan = [], 0, 0
-
-
-def require_output_paths(config: RunConfig) -> None:
-    """Check that checkpoints and metrics can be written, before anything is computed.
-
-    Raises:
-        ValueError: a path cannot be written; the message names the flag.
-    """
-    if config.checkpoint.save:
-        make_writable(Path(config.checkpoint.save), "--save")
-    require_writable(config.logging)

@@ -9,8 +9,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_untied.checkpoint import Progress, Start, find_start
 from megatron_untied.checkpoint.collective_errors import Gather, same_on_all_ranks
 from megatron_untied.config.run import RunConfig
+from megatron_untied.context_parallel.kernels import AttentionKernel
 from megatron_untied.data.datasets import Datasets
 from megatron_untied.data.sample_order import describe_samples
+from megatron_untied.model import attention_kernel
 from megatron_untied.phases import Phase
 from megatron_untied.planner.machine import this_machine
 from megatron_untied.planner.plan import Plan
@@ -21,13 +23,14 @@ from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.exits import SignalWatch, watch_training
 from megatron_untied.training.initialize import Launch, errors_in_one_line, initialize
 from megatron_untied.training.liveness import Heartbeat, PeerProgress, heartbeat_of_setup
+from megatron_untied.training.metrics import require_output_paths
 from megatron_untied.training.rendezvous import (
     gather_in,
     open_store,
     require_on_first_rank,
     require_same_config,
 )
-from megatron_untied.training.reporting import Reporter, require_output_paths
+from megatron_untied.training.reporting import Reporter
 from megatron_untied.training.state import TrainState, build_train_state
 
 DatasetsProvider = Callable[[RunConfig, Progress], Datasets]
@@ -46,17 +49,15 @@ class Run:
     """The checkpoint to load, and the identity of the run."""
     plan: Plan | None
     """The plan that chose the automatic settings, if there were any."""
+    kernel: AttentionKernel
+    """For attention, as the model has one, with what was passed over for it."""
     datasets: Datasets
     train_state: TrainState
     report: Reporter
     signals: SignalWatch
     heartbeat: Heartbeat
-
-    @property
-    def layer_passes(self) -> int:
-        """Passes of a micro-batch through a layer in one step, forward only; on one rank."""
-        num_micro_batches = self.config.batch.num_micro_batches(self.groups.dp.size())
-        return self.config.model.num_layers * num_micro_batches
+    layer_passes: int
+    """Passes of a micro-batch through a layer in one step, forward only; on one rank."""
 
 
 def set_up(
@@ -73,7 +74,7 @@ def set_up(
     """
     with errors_in_one_line():
         store = open_store(launch)
-        require_same_config(config, launch, store)
+        require_same_config(config, launch, store)  # first: all that follows depends on flags
         require_on_first_rank(lambda: require_output_paths(config), launch, store)
         start = find_agreed_start(config, gather_in(store, launch))
     # A connection of its own per thread: a blocked call would block the others on the same one.
@@ -82,9 +83,12 @@ def set_up(
         groups = initialize(config, launch, store)
         plan = choose(config, this_machine(groups)) if is_automatic(config) else None
         config = plan.config if plan is not None else config
+        # The model makes its own; here a sequence that no kernel can index ends the run before
+        # datasets and weights are made.
+        kernel = attention_kernel(config)
         with heartbeat_of_setup(Phase.DATASETS, config, launch, store):
             datasets = datasets_provider(config, start.progress)
-        progress = StepProgress(device.record_event)
+        progress = StepProgress(device.record_event)  # marks on the stream, without synchronizing
         train_state = build_train_state(model_provider, config, groups, progress)
         report = Reporter(config, launch, start=start.progress)
     heartbeat = Heartbeat(
@@ -100,11 +104,13 @@ def set_up(
         groups=groups,
         start=start,
         plan=plan,
+        kernel=kernel,
         datasets=datasets,
         train_state=train_state,
         report=report,
         signals=watch_training(config, store.clone(), launch, report, heartbeat, progress),
         heartbeat=heartbeat,
+        layer_passes=config.model.num_layers * config.batch.num_micro_batches(groups.dp.size()),
     )
 
 

@@ -50,6 +50,7 @@ class TrainState:
     def num_parameters(self) -> int:
         """Parameters of the whole model over all ranks, without the padding of the vocabulary."""
         layouts = self.checkpoint_state.layouts.values()
+        # Of checkpoints' layouts: a rank's own tensors are shards, with padding.
         return sum(math.prod(layout.global_shape) for layout in layouts)
 
     def describe(self) -> str:

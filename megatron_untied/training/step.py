@@ -73,16 +73,16 @@ def global_batches(
         num_workers=config.data.num_workers,
     )
     num_micro_batches = config.batch.num_micro_batches(groups.dp.size())
-
-    def read_step() -> list[Batch]:
-        whole = itertools.islice(samples, num_micro_batches)
-        return [get_batch(micro_batch, config, groups) for micro_batch in whole]
-
     while True:
         with errors_in_one_line():
             # One all-reduce of a number per step; without it the other ranks would wait in the
             # first collective of the forward for a rank that has failed.
-            batches = raise_on_all_ranks(read_step)
+            batches = raise_on_all_ranks(
+                lambda: [
+                    get_batch(micro_batch, config, groups)
+                    for micro_batch in itertools.islice(samples, num_micro_batches)
+                ]
+            )
         yield batches
 
 
@@ -132,7 +132,7 @@ def train_step(
         updated, grad_norm = sharding.step()
         train_state.scheduler.step(increment=num_samples)
     return StepResult(
-        lm_loss=lm_loss.item(),
+        lm_loss=lm_loss.item(),  # synchronizes: the optimizer's kernels are the last of the step
         grad_norm=float(grad_norm),
         learning_rate=train_state.scheduler.get_lr({}),
         valid_tokens=valid_tokens,
@@ -196,6 +196,7 @@ def evaluate(
         for batch in batches:
             with train_state.progress.phase(Phase.FORWARD):
                 sums[0] += forward_step(train_state.model, batch, batch.loss_mask)
+            # On the device, and reduced once at the end instead of once per batch.
             sums[1] += batch.loss_mask.count_nonzero()
     dist.all_reduce(sums, group=train_state.groups.dp_cp)
     train_state.model.train()

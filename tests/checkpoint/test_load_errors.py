@@ -192,7 +192,7 @@ def test_says_on_every_rank_what_went_wrong_on_one(saved, tmp_path):
     ("change", "text"),
     [
         ({"num_layers": 3}, "--num-layers: 2, here 3"),
-        ({"vocab_size": 91}, "tokens in the tokenizer's vocabulary: 90, here 91"),
+        ({"vocab_size": 252}, "tokens in the tokenizer's vocabulary: 251, here 252"),
         ({"swiglu": False}, "--swiglu: True, here False"),
         ({"num_attention_heads": 4}, "--num-attention-heads: 8, here 4"),
         ({"normalization": "LayerNorm"}, "--normalization: RMSNorm, here LayerNorm"),
@@ -217,7 +217,7 @@ YARN = RotaryConfig(scaling="yarn", scaling_factor=4.0, original_max_positions=6
 CHANGED = {
     "nothing": ({}, None),
     "base": ({"rotary": RotaryConfig(base=5e5)}, "--rotary-base: 10000.0, here 500000.0"),
-    "longer": ({"max_position_embeddings": 256}, "--max-position-embeddings: 64, here 256"),
+    "longer": ({"max_position_embeddings": 512}, "--max-position-embeddings: 256, here 512"),
     "shorter": ({"max_position_embeddings": 32}, None),
     "window": ({"window_size": 9}, "--window-size: unlimited, here 8,0"),
     "yarn": (
@@ -282,7 +282,7 @@ def test_a_whole_number_is_a_float(saved, config):
 
 def test_refuses_heads_of_another_width_though_all_shapes_are_equal(config):
     model = dataclasses.replace(
-        MODEL, num_attention_heads=4, num_query_groups=2, kv_channels=12, qk_layernorm=False
+        MODEL, num_attention_heads=4, num_query_groups=2, kv_channels=16, qk_layernorm=False
     )
     assert_refused("--num-attention-heads: 8, here 4", ranks=1, config=config, model=model)
 
@@ -297,11 +297,11 @@ def claim(folder, **fields):
 
 
 def test_refuses_tensors_of_another_shape(saved, config):
-    claim(saved, ffn_hidden_size=32)
-    model = dataclasses.replace(MODEL, ffn_hidden_size=32)
+    claim(saved, ffn_hidden_size=80)
+    model = dataclasses.replace(MODEL, ffn_hidden_size=80)
     assert_refused(
         "does not fit this model",
-        "model.decoder.layers.0.mlp.linear_fc1.weight is [56, 20], here [64, 20]",
+        "model.decoder.layers.0.mlp.linear_fc1.weight is [144, 48], here [160, 48]",
         " and 9 more",
         ranks=1,
         config=config,

@@ -56,6 +56,7 @@ LLAMA_8B = {
     "hidden_size": 4096,
     "num_attention_heads": 32,
     "num_query_groups": 8,
+    "kv_channels": 128,
     "ffn_hidden_size": 14336,
     "global_batch_size": 1,
     "context_parallel_size": 8,
@@ -84,6 +85,7 @@ def test_defaults_are_megatrons():
     config = tiny_config(
         swiglu=None,
         ffn_hidden_size=None,
+        kv_channels=None,
         group_query_attention=None,
         num_query_groups=None,
         normalization=None,
@@ -92,7 +94,7 @@ def test_defaults_are_megatrons():
         global_batch_size=None,
     )
     model = config.model
-    assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (256, 8, 8)
+    assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (192, 6, 8)
     assert (model.normalization, model.add_bias_linear) == ("LayerNorm", True)
     assert not model.untie_embeddings_and_output_weights
     assert model.max_position_embeddings == config.batch.seq_length
@@ -108,10 +110,10 @@ def test_swiglu_width_is_two_thirds_of_four_hidden_rounded_down_to_64():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 16, "kv_channels": 8},
+        ({"hidden_size": 16},
          "--hidden-size 16 with --swiglu gives an MLP of width 0: 8/3 x 16, rounded down to a "
          "multiple of 64; give --ffn-hidden-size, such as 43"),
-        ({"hidden_size": 4},
+        ({"hidden_size": 4, "kv_channels": None},
          "--hidden-size 4 is not a multiple of --num-attention-heads 8; give --kv-channels, such "
          "as 2"),
     ],
@@ -340,8 +342,9 @@ def test_no_flag_is_both_honored_and_refused():
         ({"use_checkpoint_args": True}, "--use-checkpoint-args has no effect without --load"),
         ({"reset_data_position": True}, "--reset-data-position has no effect without --load"),
         ({"save_into_existing": True}, "--save-into-existing has no effect without --save"),
-        ({"hidden_size": 60}, "--hidden-size 60 is not a multiple of --num-attention-heads 8; "
-                              "give --kv-channels, such as 6"),
+        ({"hidden_size": 60, "kv_channels": None},
+         "--hidden-size 60 is not a multiple of --num-attention-heads 8; give --kv-channels, such "
+         "as 6"),
         ({"mock_data": None}, "give either --data-path or --mock-data"),
         ({"wandb_project": "mine"}, "--wandb-project mine needs the package wandb"),
         ({"distributed_backend": "nccl"}, "--distributed-backend nccl needs GPUs"),

@@ -92,7 +92,8 @@ from tests.support.command_line import tiny_config
         (1, {"adam_beta2": 1}, "--adam-beta2 1.0 must be below 1, such as 0.9"),
         (1, {"lr": 1, "weight_decay": 1}, "--weight-decay 1.0 at --lr 1.0 changes the sign of"),
         (1, {"kv_channels": 7}, "--kv-channels 7 is odd; channels are rotated in pairs; use 8"),
-        (1, {"hidden_size": 24}, "--kv-channels 3 is odd; channels are rotated in pairs; use 4"),
+        (1, {"hidden_size": 24, "kv_channels": None},
+         "--kv-channels 3 is odd; channels are rotated in pairs; use 4"),
     ],
 )  # fmt: skip
 def test_rejects(world_size, changes, message):

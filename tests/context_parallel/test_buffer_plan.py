@@ -18,7 +18,7 @@ from megatron_untied.context_parallel.kernels import CpuFlash, Mask, Qkv
 from megatron_untied.context_parallel.ring import Ring, RingAttention
 from megatron_untied.context_parallel.self_attention import attention_backward, attention_forward
 from megatron_untied.context_parallel.sequence import SequenceLayout
-from megatron_untied.context_parallel.ulysses import LocalAttention, UntiedUlysses
+from megatron_untied.context_parallel.ulysses import Attention, UntiedUlysses
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.rope import RotaryTable
 from tests.context_parallel.test_ring import groups_of
@@ -52,7 +52,7 @@ def check_workspace(group, num_ulysses, dtype):
         for chunk in legal_heads_per_chunk(h, num_ulysses):
             for overlap in (False, True):
                 workspace = Workspace()
-                attention = LocalAttention(CpuFlash(), Mask())
+                attention = Attention(CpuFlash(), Mask())
                 if num_ring > 1:
                     attention = RingAttention(CpuFlash(), Mask(), Ring(ring_group), workspace)
                 schedule = head_schedule(h, g, num_ulysses, chunk, overlap=overlap)
@@ -82,8 +82,8 @@ def test_shared_memory_has_a_reason_and_one_dtype(heads, overlap, num_ring):
     plans = (
         ForwardBuffers.plan(sizes),
         BackwardBuffers.plan(sizes),
-        Staging.of_out(sizes, 3),
-        Staging.of_d_out(sizes, 3),
+        Staging.plan("out", sizes, 3),
+        Staging.plan("d_out", sizes, 3),
     )
     dtypes = {}
     for each in (buffer for plan in plans for buffer in buffers_of(plan)):
@@ -101,6 +101,6 @@ def test_one_rank_projects_and_attends_in_place():
 def test_with_overlap_nothing_is_lent_but_to_gradients_on_their_way_home():
     schedule = head_schedule(32, 8, 8, 8, overlap=True)
     sizes = Sizes(schedule=schedule, rank=0, n=N, b=B, d=D, dtype=torch.bfloat16)
-    plans = ForwardBuffers.plan(sizes), BackwardBuffers.plan(sizes), Staging.of_d_out(sizes, 3)
+    plans = ForwardBuffers.plan(sizes), BackwardBuffers.plan(sizes), Staging.plan("d_out", sizes, 3)
     lent = {each.name for each in buffers_of(plans) if each.because}
     assert lent == {"packed_dk", "packed_dv", "kv_home"}

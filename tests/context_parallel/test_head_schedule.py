@@ -1,7 +1,9 @@
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_untied.context_parallel.buffer_plan import Sizes
 from megatron_untied.context_parallel.head_schedule import head_schedule, legal_heads_per_chunk
 
 
@@ -71,7 +73,8 @@ def test_llama3_8b_over_8_ranks_brings_k_and_v_once():
     assert schedule.chunks[2][3].query_heads == range(14, 15)
     assert schedule.chunks[0][3].kv_to_load == range(3, 4)
     assert not schedule.shares_kv_heads
-    assert schedule.kv_heads_in_many_chunks(3)
+    sizes = Sizes(schedule=schedule, rank=3, n=1, b=1, d=1, dtype=torch.bfloat16)
+    assert sizes.sums_kv
 
 
 def test_one_exchange_is_one_kernel_call():

@@ -17,7 +17,7 @@ from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.rope import RotaryTable
 from tests.support import plain_attention
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny_model import TINY, batch, make_model, parallel_groups
+from tests.support.tiny_model import batch, make_model, parallel_groups, tiny
 
 D = 4
 SCALE = 0.4
@@ -141,6 +141,7 @@ def check_every_chunk_size(group, num_ulysses, geometries, block_size=3):
                     assert error < TOLERANCE, f"{name} of {h}/{g}, chunk {chunk}, {packed}: {error}"
 
 
+CONFIG = tiny(num_query_groups=2)  # fewer than ranks
 GEOMETRIES = ((8, 8), (8, 2), (8, 1), (6, 2), (28, 4), (12, 3), (5, 5))
 
 
@@ -279,7 +280,7 @@ def test_buffers_and_traffic_are_as_documented(num_ring):
 
 
 def loss_and_gradients(parallel, groups, data):
-    model = make_model(parallel=parallel, groups=groups)
+    model = make_model(CONFIG, parallel, groups=groups)
     layout = SequenceLayout.of(parallel, rank=groups.cp.rank())
     loss = model(**{name: layout.shard(x) for name, x in data.items()})
     loss.backward()
@@ -287,7 +288,7 @@ def loss_and_gradients(parallel, groups, data):
 
 
 def check_one_level_is_the_pure_form(group):
-    data = batch(TINY, s=24, b=2)
+    data = batch(CONFIG, s=24, b=2)
     for comm_type, sizes in (("a2a", (4, 1)), ("p2p", (1, 4))):
         pure = ParallelConfig(context_parallel_size=4, cp_comm_type=comm_type)
         hybrid = replace(pure, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=sizes)

@@ -8,7 +8,7 @@ from megatron_untied.context_parallel.head_schedule import head_schedule, legal_
 from megatron_untied.context_parallel.kernels import CpuFlash, Mask, Qkv, Segments
 from megatron_untied.context_parallel.self_attention import attention_backward, attention_forward
 from megatron_untied.context_parallel.sequence import SequenceLayout
-from megatron_untied.context_parallel.ulysses import LocalAttention, UntiedUlysses
+from megatron_untied.context_parallel.ulysses import Attention, UntiedUlysses
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.rope import RotaryTable
 from tests.support import plain_attention
@@ -36,7 +36,7 @@ def check_against_reference(group, h, g, n, b, overlap, mask):
     )
     gradients = torch.autograd.grad(expected, leaves, d_out)
 
-    attention = LocalAttention(CpuFlash(), mask)
+    attention = Attention(CpuFlash(), mask)
     positions = SequenceLayout(num_ulysses=p, rank=group.rank()).positions(n)
     rotary = RotaryTable(RotaryConfig(), D).at(positions)
     workspace = Workspace()
@@ -79,7 +79,7 @@ def check_rounding_does_not_grow(group):
     gradients = torch.autograd.grad(expected, leaves, d_out.double())
     positions = SequenceLayout(num_ulysses=p, rank=group.rank()).positions(n)
     rotary = RotaryTable(RotaryConfig(), D).at(positions)
-    attention = LocalAttention(CpuFlash(), Mask())
+    attention = Attention(CpuFlash(), Mask())
     mine = Qkv(*(rank_shard(x, group) for x in (q, k, v)))
     errors = []
     for chunk in (p * h // p, 2 * p, p):
@@ -103,7 +103,7 @@ def check_buffers_are_reused(group):
     workspace, d = Workspace(), 4
     schedule = head_schedule(8, 2, group.size(), group.size())
     ulysses = UntiedUlysses(schedule, d, group, workspace)
-    attention = LocalAttention(CpuFlash(), Mask())
+    attention = Attention(CpuFlash(), Mask())
     rotary = RotaryTable(RotaryConfig(), d).at(torch.arange(6))
     allocations = []
     for _ in range(3):
@@ -119,7 +119,7 @@ def test_buffers_are_allocated_once():
 
 
 def check_models_do_not_disturb_each_other(group):
-    attention = LocalAttention(CpuFlash(), Mask())
+    attention = Attention(CpuFlash(), Mask())
     rotary = RotaryTable(RotaryConfig(), 4).at(torch.arange(6))
     calls = []
     for h, g in ((8, 2), (6, 6)):

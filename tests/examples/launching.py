@@ -8,17 +8,21 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.command_line import MODEL_FLAGS, words
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 LAUNCHERS = ("pretrain_8b_5m.sh", "pretrain_32b_4m.sh", "finetune_8b_1m.sh")
 
-TINY = (
-    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 "
-    "--num-query-groups 2 --kv-channels 8 --vocab-size 250 --cp-heads-per-chunk 2 "
-    "--recompute-num-layers 2 --cpu-offloading-num-layers 2 --sequence-tile-size 48 "
-    "--loss-chunk-size 48 --seq-length 256 --train-iters 3 --lr-warmup-iters 1 "
-    "--num-workers 0 --distributed-backend gloo"
-).split()
+TINY = [
+    *words(MODEL_FLAGS),
+    *(
+        "--vocab-size 250 --cp-heads-per-chunk 2 --recompute-num-layers 2 "
+        "--cpu-offloading-num-layers 2 --sequence-tile-size 48 --loss-chunk-size 48 "
+        "--seq-length 256 --train-iters 3 --lr-warmup-iters 1 --num-workers 0 "
+        "--distributed-backend gloo"
+    ).split(),
+]
 """Flags after a launcher's own: its features, on a model for CPUs."""
 
 

@@ -89,7 +89,8 @@ def test_nodes_meet_where_the_variables_say(without_plan):
     assert (
         torchrun_command(done.stdout).options
         == (
-            "--nnodes 4 --nproc-per-node 4 --node-rank 3 --master-addr node4 --master-port 23456"
+            "--numa-binding node --nnodes 4 --nproc-per-node 4 --node-rank 3 --master-addr node4 "
+            "--master-port 23456"
         ).split()
     )
 
@@ -149,6 +150,24 @@ def test_a_mistake_is_one_line(launcher, arguments, variables, message):
     assert re.fullmatch(rf"error: {re.escape(message)}.*\n", done.stderr)
 
 
+@pytest.mark.parametrize("threads", ["", "3"])
+def test_ranks_share_the_cores_of_their_node_unless_told(tmp_path, threads):
+    """An empty OMP_NUM_THREADS is one that is not set."""
+    path = fake_program(tmp_path, "python", 'echo "$OMP_NUM_THREADS threads for $*"')
+    fake_program(tmp_path, "nproc", "echo 96")
+    done = run("bash", EXAMPLES / LAUNCHERS[0], PATH=path, OMP_NUM_THREADS=threads)
+    started = done.stdout.splitlines()[-1]
+    assert started.startswith(f"{threads or 12} threads for {ROOT}/tools/torchrun.py")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without GPUs")
+def test_ranks_on_cpus_are_not_bound_to_gpus(tmp_path):
+    path = fake_program(tmp_path, "python", 'echo "$*"')
+    done = run("bash", EXAMPLES / LAUNCHERS[0], PATH=path)
+    assert "torchrun.py --nnodes 1" in done.stdout.splitlines()[-1]
+    assert "numa-binding" not in done.stdout
+
+
 @pytest.mark.parametrize("status", [1, 2])
 def test_nothing_starts_if_the_planner_objects(status, tmp_path):
     refuses = fake_program(tmp_path, "python", f'[[ "$*" != *plan_memory.py* ]] || exit {status}')
@@ -174,3 +193,24 @@ def test_the_plan_is_for_the_gpu_and_the_memory_that_the_variables_name(tmp_path
     assert "--gpu-memory-gib" not in usual
     told = run(*command, PATH=path, GPU="h200", GPU_MEMORY_GIB="140", HOST_MEMORY_GIB="900").stdout
     assert "--gpu h200 --gpu-memory-gib 140 --host-memory-gib 900" in told
+
+
+def test_a_torch_with_cuda_that_the_environment_would_not_use_is_named(tmp_path):
+    """In an image with a mounted checkout. No Python is there to make .venv with."""
+    (tmp_path / "tools").mkdir()
+    script = shutil.copy(ROOT / "tools/environment.sh", tmp_path / "tools")
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    for has_cuda in (True, False):
+        body = f'[[ "$*" == *torch.version.cuda* ]] && exit {int(not has_cuda)}; exit 1'
+        path = fake_program(tmp_path, "python", body)
+        done = run("bash", "-c", f"source {script}", folder=tmp_path, PATH=path, PYTHON="false")
+        assert ("has torch with CUDA" in done.stderr) == has_cuda
+        assert (f"pip install --no-deps -e {tmp_path}" in done.stderr) == has_cuda
+
+
+def test_the_allocator_is_set_before_torch_is_imported():
+    command = "import os, pretrain_gpt; print(os.environ['PYTORCH_ALLOC_CONF'])"
+    default = run(sys.executable, "-c", command).stdout.strip()
+    assert default == "expandable_segments:True,pinned_max_round_threshold_mb:1"
+    own = run(sys.executable, "-c", command, PYTORCH_ALLOC_CONF="max_split_size_mb:64")
+    assert own.stdout.strip() == "max_split_size_mb:64"

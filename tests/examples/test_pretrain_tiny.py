@@ -40,7 +40,10 @@ def test_a_mistake_leaves_everything_as_it_is(arguments, message, tmp_path):
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert files(tmp_path / "tiny") == before
-    assert not run("bash", SCRIPT, tmp_path / "new", *arguments).stdout
+
+
+def test_a_mistake_makes_no_folder(tmp_path):
+    assert not run("bash", SCRIPT, tmp_path / "new", "--num-layerz", "2").stdout
     assert not (tmp_path / "new").exists()
 
 

@@ -77,7 +77,8 @@ def rehearse(launcher: str, folder: Path) -> None:
     assert "rehearsal: done, nothing failed" in done.stdout
 
 
-@pytest.mark.timeout(900)  # two minutes when the machine is idle
+@pytest.mark.slow  # test_guide.py rehearses a launcher too
+@pytest.mark.timeout(900)
 def test_a_launcher_plans_trains_saves_and_goes_on(tmp_path):
     rehearse("pretrain_8b_5m.sh", tmp_path)
 

@@ -13,7 +13,8 @@ import pytest
 
 from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.activations import memory_plan
-from megatron_untied.planner.geometry import Geometry
+from megatron_untied.planner.buffer_table import memories_of
+from megatron_untied.planner.machine import read_gpus
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.weights import ShardedWeights
 from megatron_untied.streaming.memory_plan import MemoryPlan
@@ -39,6 +40,23 @@ FAST = {
     "plain": SHARDED + "--cp-heads-per-chunk 8",
     "distributed optimizer": COMMON
     + "--use-distributed-optimizer --recompute-granularity selective --cp-heads-per-chunk 16",
+}
+SHORT = "--num-layers 2 --sequence-tile-size 2048 --loss-chunk-size 256 "
+BY_KERNEL = {
+    f"{kernel}, shared heads": SELECTIVE
+    + SHORT
+    + f"--cp-heads-per-chunk all --attention-backend {kernel}"
+    for kernel in ("flash-attention-4", "flash-attention-2", "torch-flash", "fused")
+}
+"""Settings whose peak is in attention, where kernels differ."""
+SLOW_BY_KERNEL = {
+    name.replace("shared", more): flags + f" {added}"
+    for name, flags in BY_KERNEL.items()
+    for more, added in {
+        "two samples, shared": "--micro-batch-size 2 --seq-length 65536",
+        "recomputed, shared": "--recompute-granularity full --cp-heads-per-chunk 16",
+        "single": "--cp-heads-per-chunk 8 --no-cp-overlap --cpu-offloading-num-layers 2",
+    }.items()
 }
 SLOW = {
     "full, one exchange": FULL + "--cp-heads-per-chunk all",
@@ -77,6 +95,7 @@ SEQUENCE_PARALLEL = {
 
 class Counted(NamedTuple):
     peak: int
+    by_phase: dict[str, int]
     host: int
     workspace: dict[str, dict[str, int]]
     """By phase: the buffers that are alive at its highest moment, by memory."""
@@ -94,7 +113,8 @@ def _trace_cases(cases: dict[str, str]) -> dict[str, Counted]:
     for name, flags in cases.items():
         size = ranks_of(flags)
         trace = trace_step(run_config(flags, world_size=size), world_size=size)
-        found[name] = Counted(trace.peak.num_bytes, trace.host_bytes, workspace_of(trace))
+        by_phase = {phase: peak.num_bytes for phase, peak in trace.peak_by_phase.items()}
+        found[name] = Counted(trace.peak.num_bytes, by_phase, trace.host_bytes, workspace_of(trace))
     return found
 
 
@@ -114,12 +134,14 @@ def ranks_of(flags: str) -> int:
     return 1 if "--context-parallel-size 1 " in flags else 8
 
 
-def check(flags: str, traced: Counted) -> None:
+def check(flags: str, traced: Counted) -> Plan:
     size = ranks_of(flags)
     config = run_config(flags, world_size=size)
-    plan = Plan(config, machine(gpus_per_node=size))
+    # The GPU does not matter to bytes, except that it must have the kernel.
+    gpu = read_gpus()["b200" if "flash-attention-4" in flags else "h100-80"]
+    plan = Plan(config, machine(gpus_per_node=size, gpu=gpu))
     assert plan.peak.num_bytes == pytest.approx(traced.peak, rel=0.01)
-    geometry = Geometry.of(config, size)
+    geometry = plan.geometry
     host = ShardedWeights.of(geometry).on_host().total()
     if config.memory.recompute_granularity is not None:
         streamed = memory_plan(geometry, rank=0)
@@ -127,6 +149,7 @@ def check(flags: str, traced: Counted) -> None:
         check_workspace(streamed, traced)
     # The steps of an optimizer on the host are a number for each parameter.
     assert host == pytest.approx(traced.host, abs=1024)
+    return plan
 
 
 def check_workspace(plan: MemoryPlan, traced: Counted) -> None:
@@ -151,6 +174,32 @@ def test_peak_and_host_bytes_are_those_of_the_traced_step(traces, name):
 
 
 @pytest.fixture(scope="module")
+def traces_by_kernel():
+    return trace_cases(BY_KERNEL)
+
+
+@pytest.mark.parametrize("name", BY_KERNEL)
+def test_peak_bytes_are_those_of_the_traced_step_whatever_the_kernel(traces_by_kernel, name):
+    check_attention(BY_KERNEL[name], traces_by_kernel[name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_peak_bytes_of_more_runs_whatever_the_kernel():
+    for name, traced in trace_cases(SLOW_BY_KERNEL).items():
+        check_attention(SLOW_BY_KERNEL[name], traced)
+
+
+def check_attention(flags: str, traced: Counted) -> None:
+    """The whole step, and both phases in which a kernel allocates."""
+    plan = check(flags, traced)
+    # Where a forward allocates nothing in its kernel, a chunk's projection is its highest moment,
+    # of which the planner's form is a little too high.
+    for phase, rel in ((Phase.ATTENTION_FORWARD, 0.03), (Phase.ATTENTION_BACKWARD, 0.01)):
+        assert plan.phases[phase].num_bytes == pytest.approx(traced.by_phase[phase], rel=rel)
+
+
+@pytest.fixture(scope="module")
 def more_traces():
     return trace_cases(SLOW)
 
@@ -167,6 +216,20 @@ def test_peak_and_host_bytes_of_more_runs(more_traces, name):
 def test_peak_and_host_bytes_with_sequence_parallelism(name):
     flags = SEQUENCE_PARALLEL[name]
     check(flags, trace_cases({name: flags})[name])
+
+
+@pytest.mark.parametrize("name", ["selective, overlapped", "parked"])
+def test_the_table_of_buffers_lists_what_the_tracer_counts(traces, name):
+    """In backward, where every phase holds what phases before it left."""
+    memories = memories_of(Plan(run_config(FAST[name]), machine()))
+    outside = {"residual", "kernel_fp32_dq", "dk_dv"}  # not in the workspace
+    for phase in (Phase.MLP_BACKWARD, Phase.ATTENTION_BACKWARD, Phase.QKV_BACKWARD):
+        listed = {
+            memory: each.bytes_by_phase[phase]
+            for memory, each in memories.items()
+            if phase in each.bytes_by_phase and memory not in outside
+        }
+        assert listed == traces[name].workspace[phase], phase
 
 
 def test_a_wrong_form_would_be_noticed(traces):

@@ -7,6 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_untied.context_parallel.kernels import Mask
+from megatron_untied.context_parallel.kernels.flash_attention import (
+    ALL_HEADS_IN_32_BITS,
+    FlashAttention3,
+)
+from megatron_untied.context_parallel.kernels.split_calls import Shape, split_calls
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.search import candidates, choose, describe, is_automatic
 from tests.support.planning import machine, run_config
@@ -69,6 +75,34 @@ def test_nothing_is_left_open_that_was_given():
     config = run_config(LONG)
     given = replace(config, parallel=replace(config.parallel, heads_per_chunk=8))
     assert {each.parallel.heads_per_chunk for each in candidates(given, machine())} == {8}
+
+
+@pytest.mark.parametrize("tokens", [1 << 20, 4_194_304, 5 << 20])
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        {"flash-attention-2": ALL_HEADS_IN_32_BITS},  # flash-attn before 2.8
+        {"torch-flash": ALL_HEADS_IN_32_BITS},
+        {"flash-attention-3": FlashAttention3.limits, "torch-flash": ALL_HEADS_IN_32_BITS},
+        None,
+    ],
+)
+def test_no_setting_is_chosen_that_its_kernel_refuses(tokens, kernels):
+    flags = f"{LONG} --seq-length {tokens} --cpu-offloading-num-layers 32 --no-cp-overlap"
+    large = machine(gpu_memory_gib=400, host_memory_gib=8192, kernels=kernels)
+    chosen = choose(run_config(flags), large)
+    kernel, geometry = chosen.geometry.kernel, chosen.geometry
+    assert kernels is None or kernel.kind.name == next(iter(kernels))
+    rows = geometry.n * geometry.num_ulysses
+    for h, g in geometry.schedule.heads_of_calls:
+        shape = Shape(num_queries=rows, num_keys=rows, b=1, h=h, g=g, d=geometry.d)
+        split_calls(shape, Mask(), kernel.limits)  # raises if it is refused
+
+
+def test_a_sequence_that_no_setting_makes_short_enough_is_refused_by_its_length():
+    flags = f"{LONG} --seq-length {20 << 20} --cpu-offloading-num-layers 32 --no-cp-overlap"
+    with pytest.raises(ValueError, match=r"20971648 rows x 128 channels x 1 heads .* more ring"):
+        choose(run_config(flags), machine(gpu_memory_gib=1000, host_memory_gib=1 << 20))
 
 
 def train_automatically(group, metrics):

@@ -166,7 +166,8 @@ def test_keeping_attention_saves_its_share_of_a_step():
 def test_every_gpu_names_the_source_of_its_rates():
     for gpu in read_gpus().values():
         assert gpu.source
-        assert 0 < gpu.attention_backward_fraction <= gpu.attention_forward_fraction < 1
+        for forward, backward in gpu.attention_fractions.values():
+            assert 0 < backward <= forward < 1
 
 
 def test_limits_leave_a_reserve():

@@ -67,11 +67,11 @@ def test_norms_are_one_and_biases_zero():
 @pytest.mark.parametrize(
     ("name", "std"),
     [
-        ("embedding.word_embeddings.weight", 0.02),
-        ("decoder.layers.0.self_attention.linear_qkv.weight", 0.02),
-        ("decoder.layers.0.self_attention.linear_proj.weight", 0.02 / math.sqrt(4)),
-        ("decoder.layers.0.mlp.linear_fc1.weight", 0.02),
-        ("decoder.layers.0.mlp.linear_fc2.weight", 0.02 / math.sqrt(4)),
+        ("embedding.word_embeddings.weight", 0.1),
+        ("decoder.layers.0.self_attention.linear_qkv.weight", 0.1),
+        ("decoder.layers.0.self_attention.linear_proj.weight", 0.1 / math.sqrt(4)),
+        ("decoder.layers.0.mlp.linear_fc1.weight", 0.1),
+        ("decoder.layers.0.mlp.linear_fc2.weight", 0.1 / math.sqrt(4)),
     ],
 )
 def test_standard_deviations_are_megatrons(name, std):

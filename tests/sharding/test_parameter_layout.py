@@ -141,17 +141,17 @@ def test_global_shapes_of_a_model_do_not_depend_on_the_sharding(tp_size, biased)
     model = dataclasses.replace(MODEL, add_bias_linear=biased)
     for shapes in run_on_ranks(global_shapes, tp_size, model):
         layer = "decoder.layers.1."
-        assert shapes["embedding.word_embeddings.weight"] == (90, 20)
-        assert shapes["output_layer.weight"] == (90, 20)
-        assert shapes[layer + "self_attention.linear_qkv.weight"] == ((8 + 4 + 4) * 6, 20)
-        assert shapes[layer + "self_attention.linear_qkv.bias"] == ((8 + 4 + 4) * 6,)
-        assert shapes[layer + "self_attention.q_layernorm.weight"] == (6,)
-        assert shapes[layer + "self_attention.linear_proj.weight"] == (20, 8 * 6)
-        assert shapes[layer + "mlp.linear_fc1.weight"] == (2 * 28, 20)
-        assert shapes[layer + "mlp.linear_fc2.weight"] == (20, 28)
-        assert shapes["decoder.final_layernorm.weight"] == (20,)
-        assert (shapes.get(layer + "mlp.linear_fc1.bias") == (56,)) == biased
-        assert (shapes.get(layer + "mlp.linear_fc2.bias") == (20,)) == biased
+        assert shapes["embedding.word_embeddings.weight"] == (251, 48)
+        assert shapes["output_layer.weight"] == (251, 48)
+        assert shapes[layer + "self_attention.linear_qkv.weight"] == ((8 + 4 + 4) * 8, 48)
+        assert shapes[layer + "self_attention.linear_qkv.bias"] == ((8 + 4 + 4) * 8,)
+        assert shapes[layer + "self_attention.q_layernorm.weight"] == (8,)
+        assert shapes[layer + "self_attention.linear_proj.weight"] == (48, 8 * 8)
+        assert shapes[layer + "mlp.linear_fc1.weight"] == (2 * 72, 48)
+        assert shapes[layer + "mlp.linear_fc2.weight"] == (48, 72)
+        assert shapes["decoder.final_layernorm.weight"] == (48,)
+        assert (shapes.get(layer + "mlp.linear_fc1.bias") == (144,)) == biased
+        assert (shapes.get(layer + "mlp.linear_fc2.bias") == (48,)) == biased
 
 
 def global_shapes(group, model):
@@ -167,7 +167,7 @@ def layouts_of(model, group, config=MODEL):
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_layouts_agree_with_how_megatron_core_splits_a_model(tp_size):
     """megatron-core's initialization on a CPU draws the whole weight and takes this rank's part."""
-    model = dataclasses.replace(MODEL, vocab_size=64)  # without padding it draws the same numbers
+    model = dataclasses.replace(MODEL, vocab_size=512)  # without padding it draws the same numbers
     (whole,) = run_on_ranks(model_drawn_by_megatron_core, 1, model)
     (split, *_) = run_on_ranks(model_drawn_by_megatron_core, tp_size, model)
     assert whole.keys() == split.keys()

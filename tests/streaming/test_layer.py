@@ -82,7 +82,11 @@ PARALLEL = {
 def test_streamed_model_equals_autograd(name):
     world_size, parallel = PARALLEL[name]
     run_on_ranks(
-        check_equals_autograd, world_size, tiny(num_layers=5), parallel, list(memory_configs())
+        check_equals_autograd,
+        world_size,
+        tiny(num_layers=5, num_query_groups=2),
+        parallel,
+        list(memory_configs()),
     )
 
 

@@ -14,13 +14,8 @@ from megatron_untied.hf import Export, Import
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import make_groups
 from megatron_untied.training.state import build_train_state
-from tests.support.command_line import TINY, tiny_config
+from tests.support.command_line import MODEL_FLAGS, tiny_config
 from tests.support.hf_models import VOCAB_SIZE
-
-MODEL_FLAGS = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention "
-    "num_query_groups swiglu normalization disable_bias_linear untie_embeddings_and_output_weights"
-).split()
 
 
 def convert(source: Path, checkpoints: Path, dtype: torch.dtype | None = None) -> Path:
@@ -41,7 +36,7 @@ def convert_back(
 
 def config_of(world_size: int, checkpoints: Path, **changes: object) -> RunConfig:
     """The tiny run with the architecture and weights of a checkpoint."""
-    unset = {name: None for name in MODEL_FLAGS if "--" + name.replace("_", "-") in TINY}
+    unset = {flag.removeprefix("--").replace("-", "_"): None for flag in MODEL_FLAGS}
     flags = {
         "load": checkpoints, "use_checkpoint_args": True, "finetune": True, "seq_length": 32,
         "vocab_size": VOCAB_SIZE - 1,  # NullTokenizer adds an end of document

@@ -1,4 +1,4 @@
-"""A small model with megatron-core's optimizer, at any split over ranks, for tests of its state."""
+"""The tiny model with megatron-core's optimizer, at any split, for tests of its state."""
 
 from dataclasses import dataclass
 
@@ -19,21 +19,10 @@ from megatron_untied.config import ModelConfig, Precision
 from megatron_untied.sharding.initialize_weights import initialize_weights
 from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.sharding.zero1 import OptimizerShards
+from tests.support.tiny_model import tiny
 from tests.support.whole_model import part_of
 
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=20,
-    ffn_hidden_size=28,
-    num_attention_heads=8,
-    num_query_groups=4,
-    kv_channels=6,
-    vocab_size=90,  # padded to 96, 96, 128 at 1, 2, 4 ranks of tensor parallelism
-    make_vocab_size_divisible_by=16,
-    max_position_embeddings=64,
-    add_qkv_bias=True,
-    qk_layernorm=True,
-)
+MODEL = tiny(add_qkv_bias=True, qk_layernorm=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +75,7 @@ def small_run(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=split.distributed_optimizer,
             overlap_grad_reduce=True,  # else there is one bucket, whatever its size
-            bucket_size=1000,  # several buckets, so that parameters are cut in many places
+            bucket_size=15000,  # several buckets, so that parameters are cut in many places
         ),
         module=model,
         pg_collection=groups,

@@ -1,4 +1,4 @@
-"""Small models on real ranks, for tests above the attention."""
+"""The tiny model that tests build, on any ranks."""
 
 from dataclasses import replace
 
@@ -18,17 +18,17 @@ TINY = ModelConfig(
     num_layers=2,
     hidden_size=48,
     ffn_hidden_size=72,
-    num_attention_heads=8,
-    num_query_groups=2,
+    num_attention_heads=8,  # together wider than the model
+    num_query_groups=4,
     kv_channels=8,
-    vocab_size=251,
-    make_vocab_size_divisible_by=8,
+    vocab_size=251,  # padded to 256, 256, 512 at 1, 2, 4 ranks of tensor parallelism
     max_position_embeddings=256,
-    init_method_std=0.1,
+    init_method_std=0.1,  # attention is far from uniform
 )
 
 
 def tiny(**changes) -> ModelConfig:
+    """The tiny model with some fields changed."""
     return replace(TINY, **changes)
 
 

@@ -1,4 +1,4 @@
-"""The tiny run of ``command_line.py`` on test ranks, through ``pretrain_gpt.py``."""
+"""Runs of the tiny model on test ranks, through ``pretrain_gpt.py``."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A small run's flags, traced in a process of its own."""
+"""A run of the tiny model, traced in a process of its own."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -6,22 +6,26 @@ from concurrent.futures import ProcessPoolExecutor
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.config.run import RunConfig
 from megatron_untied.tracing.step import StepTrace, trace_step
+from tests.support.command_line import command_line
 
-MODEL = """
-    --num-layers 3 --hidden-size 48 --num-attention-heads 6 --group-query-attention
-    --num-query-groups 3 --swiglu --disable-bias-linear --normalization RMSNorm
-    --untie-embeddings-and-output-weights --vocab-size 499 --tokenizer-type NullTokenizer
-    --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --seq-length 2048 --bf16
-"""
+RUN = {
+    "num_layers": 3,
+    "num_attention_heads": 6,  # with 3 groups: two Ulysses ranks share a key-value head
+    "num_query_groups": 3,
+    "seq_length": 2048,
+    "bf16": True,
+    "train_iters": 1,
+}
 
 
 def config_of(flags: str, world_size: int) -> RunConfig:
-    """The small model, of which ``flags`` may change anything."""
-    return parse_arguments((MODEL + flags).split(), world_size=world_size)
+    """The tiny model on longer sequences; ``flags`` may change anything."""
+    argv = command_line(**RUN, global_batch_size=None) + flags.split()
+    return parse_arguments(argv, world_size=world_size)
 
 
 def trace_all(cases: dict[str, str], world_size: int) -> dict[str, StepTrace]:
-    """The trace of each case, by its name: flags after those of the small model.
+    """The trace of each case, by its name: flags after those of the run.
 
     In another process, as a trace has process groups of its own.
     """

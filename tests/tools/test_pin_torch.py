@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tools import pin_torch
 from tools.pin_torch import constraints, main
 
 
@@ -66,3 +67,13 @@ def test_reads_the_pin_of_the_requirements(capsys, tmp_path):
         main([str(requirements)])
     main([str(Path(__file__).parents[2] / "requirements.txt")])
     assert "torch==" in capsys.readouterr().out
+
+
+def test_a_snapshot_from_before_the_release_is_named(capsys, monkeypatch):
+    requirements = str(Path(__file__).parents[2] / "requirements.txt")
+    for torch, is_snapshot in ((TORCH, True), (Installed("torch", "2.13.0+cu130"), False)):
+        monkeypatch.setattr(pin_torch, "distributions", lambda torch=torch: [torch])
+        pin_torch.main([requirements])
+        said = capsys.readouterr()
+        assert said.out == f"torch=={torch.version}\n"  # constraints alone
+        assert ("is a snapshot from before the release" in said.err) == is_snapshot

@@ -4,6 +4,7 @@ import shlex
 import pytest
 
 from megatron_untied.commands import plan
+from megatron_untied.planner.machine import read_gpus
 
 FITS = (
     "--model llama3-8b --bf16 --seq-length 262144 --context-parallel-size 8 --use-torch-fsdp2 "
@@ -40,7 +41,7 @@ def test_says_when_nothing_makes_it_fit(capsys):
         (["--model", "lama3-8b"], "did you mean llama3-8b?"),
         (["--seq-length", "1000", *FITS[:2], "--context-parallel-size", "16"], "is not divisible"),
         (["--nodes", "0"], "argument --nodes: 0 is below 1"),
-        (["--gpu", "v100"], "--gpu v100 is not one of a100-40, a100-80, h100-80, h200; to"),
+        (["--gpu", "v100"], f"--gpu v100 is not one of {', '.join(sorted(read_gpus()))}; to"),
         (["--gpu", "mine", "--gpu-memory-gib", "24"], "describe it: --gpu-tflops"),
         (["--gpu-tflops", "0"], "argument --gpu-tflops: 0 is below 0.001"),
         (["--gpu-memory-gib", "1"], "1 is below 5.0"),

@@ -48,8 +48,13 @@ def signal_after(words: str, process: subprocess.Popen, log: Path, number: int) 
 
 @pytest.mark.parametrize(
     ("launcher", "flags"),
-    [(TORCHRUN, {}), (OURS, {}), (TORCHRUN, {"save_on_signal_now": True, "async_save": True})],
-    ids=["torchrun", "tools/torchrun.py", "torchrun, the step before"],
+    [
+        pytest.param(TORCHRUN, {}, id="torchrun", marks=pytest.mark.slow),
+        pytest.param(OURS, {}, id="tools/torchrun.py"),
+        pytest.param(
+            TORCHRUN, {"save_on_signal_now": True, "async_save": True}, id="the step before"
+        ),
+    ],
 )
 def test_sigterm_to_the_launcher_saves_the_step(tmp_path, launcher, flags):
     log, folder = tmp_path / "log.txt", tmp_path / "c"

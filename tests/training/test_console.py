@@ -13,7 +13,8 @@ def test_progress_line_extrapolates_from_where_this_run_began():
 
 def test_without_a_terminal_lines_are_whole_and_progress_is_one():
     output = io.StringIO()
-    with ProgressConsole(start=0, total=4, console=Console(file=output)) as console:
+    console = ProgressConsole(start=0, total=4, console=Console(file=output))
+    with console.bar:
         console.print(" a long line [not markup] " + "x" * 200)
         console.advance(2)
         console.report(2)
@@ -26,7 +27,8 @@ def test_without_a_terminal_lines_are_whole_and_progress_is_one():
 def test_on_a_terminal_a_bar_shows_progress():
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=120)
-    with ProgressConsole(start=0, total=4, console=console) as progress:
+    progress = ProgressConsole(start=0, total=4, console=console)
+    with progress.bar:
         progress.advance(3)
         progress.report(3)
     assert "3/4" in output.getvalue()

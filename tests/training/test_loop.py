@@ -112,8 +112,9 @@ def test_saves_at_the_interval_and_at_the_end(tmp_path):
 def test_finetuning_takes_the_weights_and_the_architecture_alone(tmp_path):
     run(1, tmp_path / "m", train_iters=3, save=tmp_path / "c")
     architecture = ("num_layers", "hidden_size", "num_attention_heads", "group_query_attention",
-                    "num_query_groups", "ffn_hidden_size", "swiglu", "normalization",
-                    "disable_bias_linear", "untie_embeddings_and_output_weights")  # fmt: skip
+                    "num_query_groups", "kv_channels", "ffn_hidden_size", "swiglu",
+                    "normalization", "disable_bias_linear",
+                    "untie_embeddings_and_output_weights")  # fmt: skip
     tuned = run(
         1, tmp_path / "tuned", load=tmp_path / "c", finetune=True, use_checkpoint_args=True,
         train_iters=1, seed=99, eval_iters=1, **dict.fromkeys(architecture),
@@ -121,7 +122,7 @@ def test_finetuning_takes_the_weights_and_the_architecture_alone(tmp_path):
     evaluated = run(1, tmp_path / "e", load=tmp_path / "c", skip_train=True, eval_iters=1,
                     no_load_optim=True, train_iters=3)  # fmt: skip
     assert (tuned[0]["iteration"], tuned[0]["consumed_samples"]) == (1, 4)
-    assert tuned[0]["lm_loss"] < 5.45  # below the untrained 5.53: the weights came along
+    assert tuned[0]["lm_loss"] < 5.5  # below the untrained 5.53: the weights came along
     assert [step["iteration"] for step in evaluated] == [3]
 
 

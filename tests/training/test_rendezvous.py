@@ -1,5 +1,6 @@
 import sys
 import threading
+from dataclasses import asdict
 
 import pytest
 import torch.distributed as dist
@@ -87,7 +88,7 @@ def test_a_rank_alone_agrees_with_itself():
 
 
 def test_every_setting_has_a_name():
-    unnamed = [name for name in _fields(tiny_config()) if flag_of(name) == name]
+    unnamed = [name for name in _fields(asdict(tiny_config())) if flag_of(name) == name]
     assert not unnamed
 
 

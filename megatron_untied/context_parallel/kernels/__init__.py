@@ -13,7 +13,7 @@ from megatron_untied.context_parallel.kernels.registry import (
     choose_kernel,
 )
 from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads
-from megatron_untied.context_parallel.kernels.traced import TracedFlashAttention3
+from megatron_untied.context_parallel.kernels.traced import TracedKernel
 
 __all__ = [
     "Attended",
@@ -24,6 +24,6 @@ __all__ = [
     "Qkv",
     "QkvGrads",
     "Segments",
-    "TracedFlashAttention3",
+    "TracedKernel",
     "choose_kernel",
 ]

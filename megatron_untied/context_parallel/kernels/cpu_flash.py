@@ -27,7 +27,7 @@ class CpuFlash(AttentionKernel):
 
     @override
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
-        if not _hides(call):
+        if call.window is None:
             result, lse = _operator(x, call, causal=call.causal)
             out.copy_(result)
             return lse
@@ -35,13 +35,13 @@ class CpuFlash(AttentionKernel):
         for block in query_blocks(len(x.q), call, self.block_size, x.q.device):
             rows, keys = block.queries, block.keys
             block_x = Qkv(x.q[rows], x.k[keys], x.v[keys])
-            out[rows], lse = _operator(block_x, call, mask=_added(block.hidden, x.q.dtype))
+            out[rows], lse = _operator(block_x, call, hidden=block.hidden)
             lse_parts.append(lse)  # [b, h, rows of the block]
         return torch.cat(lse_parts, -1)
 
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
-        if not _hides(call):
+        if call.window is None:
             gradients = _backward_operator(d_out, x, y, call, causal=call.causal)
             for result, gradient in zip(into, gradients, strict=True):
                 result.copy_(gradient)
@@ -56,7 +56,7 @@ class CpuFlash(AttentionKernel):
                 Qkv(x.q[rows], x.k[keys], x.v[keys]),
                 Attended(y.out[rows], y.lse[..., rows]),
                 call,
-                mask=_added(block.hidden, x.q.dtype),
+                hidden=block.hidden,
             )
             dk[keys] += dk_part
             dv[keys] += dv_part
@@ -65,11 +65,11 @@ class CpuFlash(AttentionKernel):
 
 
 def _operator(
-    x: Qkv, call: Call, *, causal: bool = False, mask: Tensor | None = None
+    x: Qkv, call: Call, *, causal: bool = False, hidden: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Out [s_q, b, h, d] and log-sum-exp [b, h, s_q]."""
+    """Out [s_q, b, h, d] and log-sum-exp [b, h, s_q]; ``hidden`` as in a block of queries."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(bhsd, x), 0.0, causal, attn_mask=mask, scale=call.scale
+        *map(bhsd, x), 0.0, causal, attn_mask=_added_mask(hidden, x.q.dtype), scale=call.scale
     )
     return sbhd(out), lse
 
@@ -81,20 +81,23 @@ def _backward_operator(
     call: Call,
     *,
     causal: bool = False,
-    mask: Tensor | None = None,
+    hidden: Tensor | None = None,
 ) -> QkvGrads:
     """Gradients dq [s_q, b, h, d] and dk, dv [s_k, b, g, d]."""
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *map(bhsd, (d_out, *x, y.out)), y.lse, 0.0, causal, attn_mask=mask, scale=call.scale
+        *map(bhsd, (d_out, *x, y.out)),
+        y.lse,
+        0.0,
+        causal,
+        attn_mask=_added_mask(hidden, x.q.dtype),
+        scale=call.scale,
     )
     return QkvGrads(*map(sbhd, gradients))
 
 
-def _hides(call: Call) -> bool:
-    # A window of the whole segment is plain causal attention: no mask, no blocks.
-    return call.window is not None and call.window < call.keys.stop - call.keys.start
-
-
-def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+def _added_mask(hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The mask as the operator takes it: 0 or -inf, [queries, keys], added to the scores."""
+    # A bool mask would be copied to one of these for each call of the operator.
+    if hidden is None:
+        return None
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)

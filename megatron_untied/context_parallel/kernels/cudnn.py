@@ -30,6 +30,7 @@ class Cudnn(AttentionKernel):
         """``operators``: by default ``torch.ops.aten``."""
         super().__init__()
         self.operators = operators or torch.ops.aten
+        self._no_dropout: dict[torch.device, Tensor] = {}
 
     @override
     @classmethod
@@ -48,12 +49,16 @@ class Cudnn(AttentionKernel):
 
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
-        # Seed and offset of dropout, which is 0 here: the operator requires both.
-        no_dropout = (torch.zeros((), dtype=torch.int64, device=x.q.device) for _ in range(2))
+        # Seed and offset of dropout, which is 0 here: the operator requires both and writes
+        # neither, so one 0 serves all calls.
+        device = x.q.device
+        if device not in self._no_dropout:
+            self._no_dropout[device] = torch.zeros((), dtype=torch.int64, device=device)
         gradients = self.operators._scaled_dot_product_cudnn_attention_backward(
             *map(bhsd, (d_out, *x, y.out)),
             y.lse[..., None],
-            *no_dropout,
+            self._no_dropout[device],
+            self._no_dropout[device],
             None,  # attention bias
             None,  # cumulative lengths
             None,

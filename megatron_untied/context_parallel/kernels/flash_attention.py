@@ -1,11 +1,12 @@
-"""FlashAttention on CUDA: version 3, version 2, and PyTorch's own build of version 2.
+"""FlashAttention on CUDA: versions 4, 3 and 2, and PyTorch's own build of version 2.
 
-All three take a batch [b, s, heads, d], or the segments of one sample [tokens, heads, d] with
-cumulative lengths; the log-sum-exp is then [h, tokens]. All three count a window without the query
-itself, one less than :class:`.Mask`.
+All of them take a batch [b, s, heads, d], or the segments of one sample [tokens, heads, d] with
+cumulative lengths; the log-sum-exp is then [h, tokens]. All of them count a window without the
+query itself, one less than :class:`.Mask`.
 """
 
 import importlib
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,70 @@ from megatron_untied.context_parallel.kernels.split_calls import Call, Limits
 from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads
 
 _HALF = torch.bfloat16, torch.float16
+
+ALL_HEADS_IN_32_BITS = Limits(
+    dtypes=_HALF,
+    head_width_multiple=8,
+    max_head_width=256,
+    head_width_padding=64,
+    alignment_bytes=16,
+    joins_segments=True,
+    indexes_calls_in_32_bits=True,
+)
+"""Of kernels that address all heads of a call together in 32 bits, or may do so."""
+ONE_HEAD_IN_32_BITS = replace(
+    ALL_HEADS_IN_32_BITS, indexes_calls_in_32_bits=False, indexes_heads_in_32_bits=True
+)
+"""Of kernels whose heads have 64-bit addresses, with 32-bit offsets in a head."""
+
+
+class FlashAttention4(AttentionKernel):
+    """FlashAttention-4 for Blackwell's data center GPUs.
+
+    Called with the arguments that torch's own registration of it uses, which are the part of its
+    interface that is relied on elsewhere; so its backward allocates the gradients: one copy.
+    """
+
+    name = "flash-attention-4"
+    platform = Platform(
+        device_type="cuda",
+        name="a Blackwell data center GPU",
+        majors=range(10, 12),
+        module="flash_attn.cute.interface",
+        package="flash-attn-4",
+    )
+    # How CuTe indexes tensors of more than 2^31 elements was not read: the stricter limit.
+    limits = replace(ALL_HEADS_IN_32_BITS, max_head_width=128)
+
+    def __init__(self, module: Any = None):
+        """``module``: by default ``flash_attn.cute.interface``."""
+        super().__init__()
+        self.module = module or importlib.import_module("flash_attn.cute.interface")
+
+    @override
+    def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
+        q, k, v, out = (_flat(y, call) for y in (*x, out))
+        options = self._options(call) | _segments(call, q.device)
+        # By default it may split the keys and allocate an fp32 output for each part.
+        options |= {"return_lse": True, "num_splits": 1, "out": out}
+        _, lse = self.module._flash_attn_fwd(q, k, v, **options)
+        return lse.view(-1, x.q.shape[2], len(x.q))  # [h, tokens] -> [1, h, s_q]
+
+    @override
+    def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
+        d_out, q, k, v, out, lse = _flat_reads(d_out, x, y, call)
+        options = self._options(call) | {"deterministic": False}
+        lengths = _segments(call, q.device)
+        options |= {name: lengths[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        gradients = self.module._flash_attn_bwd(q, k, v, out, d_out, lse, **options)
+        for result, gradient in zip(into, gradients, strict=True):
+            _flat(result, call).copy_(gradient)  # dq may be the memory of dO
+
+    @staticmethod
+    def _options(call: Call) -> dict[str, Any]:
+        # Here None is all keys, not -1.
+        window = {side: None if size < 0 else size for side, size in _window(call).items()}
+        return window | {"causal": call.causal, "softmax_scale": call.scale}
 
 
 class FlashAttention3(AttentionKernel):
@@ -40,15 +105,7 @@ class FlashAttention3(AttentionKernel):
     )
     # Addresses are 64-bit, but rows x width of a head in its fp32 dq is computed in 32 bits, and
     # so is the step from one sample to the next.
-    limits = Limits(
-        dtypes=_HALF,
-        head_width_multiple=8,
-        max_head_width=256,
-        head_width_padding=64,
-        alignment_bytes=16,
-        joins_segments=True,
-        indexes_heads_in_32_bits=True,
-    )
+    limits = ONE_HEAD_IN_32_BITS
 
     def __init__(self, operators: Any = None):
         """``operators`` has ``fwd`` and ``bwd``; by default those of ``flash_attn_interface``."""
@@ -83,22 +140,17 @@ class FlashAttention2(AttentionKernel):
     """
 
     name = "flash-attention-2"
-    platform = replace(AMPERE, module="flash_attn", package="flash-attn")
-    # Before 2.7.4.post1 the address in the fp32 dq of all heads is computed in 32 bits.
-    limits = Limits(
-        dtypes=_HALF,
-        head_width_multiple=8,
-        max_head_width=256,
-        head_width_padding=64,
-        alignment_bytes=16,
-        joins_segments=True,
-        indexes_calls_in_32_bits=True,
-    )
+    platform = replace(AMPERE, module="flash_attn.flash_attn_interface", package="flash-attn")
+    limits = ONE_HEAD_IN_32_BITS
 
     def __init__(self, module: Any = None):
         """``module``: by default ``flash_attn.flash_attn_interface``."""
         super().__init__()
         self.module = module or importlib.import_module("flash_attn.flash_attn_interface")
+        # Up to 2.7.4.post1 the row's offset in the fp32 dq of all heads is computed in 32 bits.
+        version = getattr(sys.modules.get("flash_attn"), "__version__", "2.8.0")
+        if module is None and tuple(map(int, version.split(".")[:2])) < (2, 8):
+            self.limits = ALL_HEADS_IN_32_BITS
 
     @override
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
@@ -138,17 +190,21 @@ class TorchFlash(AttentionKernel):
 
     name = "torch-flash"
     platform = AMPERE
-    limits = FlashAttention2.limits
+    # Which release of FlashAttention-2 torch 2.13 has built in was not read: the stricter limit.
+    limits = ALL_HEADS_IN_32_BITS
 
     def __init__(self, operators: Any = None):
         """``operators``: by default ``torch.ops.aten``."""
         super().__init__()
         self.operators = operators or torch.ops.aten
+        self._no_dropout: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @override
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
         q, k, v, out = (_flat(y, call) for y in (*x, out))
-        lengths, window = self._lengths(x.q, x.k, call), _window(call)
+        lengths, window = tuple(_segments(call, q.device).values()), _window(call)
+        if call.run is None:  # here the longest is that of a sample
+            lengths = None, None, len(x.q), len(x.k)
         lse = self.operators._flash_attention_forward_no_dropout_inplace(
             out, q, k, v, *lengths, 0.0, call.causal, False, scale=call.scale, **window
         )
@@ -157,20 +213,26 @@ class TorchFlash(AttentionKernel):
     @override
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
         reads = _flat_reads(d_out, x, y, call)
-        lengths, window = self._lengths(x.q, x.k, call), _window(call)
-        # The operator requires a random state and an unused tensor, though dropout is 0.
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=x.q.device), x.q.new_empty(0)
+        lengths, window = tuple(_segments(call, x.q.device).values()), _window(call)
+        if call.run is None:
+            lengths = None, None, len(x.q), len(x.k)
+        # The operator requires a random state and an unused tensor, though dropout is 0 and neither
+        # is read. One of each serves all calls: a new state is a memset on the stream.
+        device = x.q.device
+        if device not in self._no_dropout:
+            state = torch.zeros(2, dtype=torch.uint64, device=device)
+            self._no_dropout[device] = state, state.new_empty(0)
         gradients = self.operators._flash_attention_backward(
-            *reads, *lengths, 0.0, call.causal, *no_dropout, scale=call.scale, **window
+            *reads,
+            *lengths,
+            0.0,
+            call.causal,
+            *self._no_dropout[device],
+            scale=call.scale,
+            **window,
         )
         for result, gradient in zip(into, gradients, strict=True):
             _flat(result, call).copy_(gradient)  # dq may be the memory of dO
-
-    @staticmethod
-    def _lengths(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None, int, int]:
-        if call.run is None:
-            return None, None, len(q), len(k)
-        return tuple(_segments(call, q.device).values())
 
 
 def _flat(x: Tensor, call: Call) -> Tensor:
@@ -179,7 +241,7 @@ def _flat(x: Tensor, call: Call) -> Tensor:
 
 
 def _flat_reads(d_out: Tensor, x: Qkv, y: Attended, call: Call) -> list[Tensor]:
-    """dO, q, k, v, out and the log-sum-exp, in the order that all three backwards take them."""
+    """dO, q, k, v, out and the log-sum-exp, in the order that backwards take them."""
     lse = y.lse if call.run is None else y.lse.squeeze(0)  # [b, h, s] or [h, tokens]
     return [*(_flat(z, call) for z in (d_out, *x, y.out)), lse]
 

@@ -1,6 +1,6 @@
 """The contract of all attention kernels."""
 
-import importlib.util
+import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,6 +25,7 @@ class Platform:
     majors: range | None = None
     """Major compute capabilities of the GPUs that it runs on."""
     module: str | None = None
+    """What it calls; that must import, as packages of one name have different modules."""
     package: str = ""
     """What provides ``module``, in an error message."""
 
@@ -52,7 +53,10 @@ class AttentionKernel(ABC):
 
     name: ClassVar[str]
     platform: ClassVar[Platform] = Platform()
-    limits: ClassVar[Limits]
+    limits: Limits
+    """Of a class those of the versions that it is tested with; of a kernel those of its package."""
+    passed_over: tuple[str, ...] = ()
+    """Kernels that were preferred when this one was chosen, each with the reason against it."""
 
     def __init__(self) -> None:
         self.counter = KernelCounter()
@@ -65,8 +69,14 @@ class AttentionKernel(ABC):
             return needs.name
         if needs.majors and torch.cuda.get_device_capability(device)[0] not in needs.majors:
             return needs.name
-        if needs.module is not None and importlib.util.find_spec(needs.module) is None:
-            return f"the package {needs.package} (no module named {needs.module})"
+        if needs.module is None:
+            return None
+        try:
+            importlib.import_module(needs.module)
+        # A package that was built for another torch or CUDA is found and fails while it loads, with
+        # whatever its loader raises. The caller reports the reason.
+        except Exception as error:
+            return f"the package {needs.package} ({str(error).partition(chr(10))[0]})"
         return None
 
     def forward(self, x: Qkv, *, out: Tensor, mask: Mask) -> Tensor:
@@ -78,9 +88,7 @@ class AttentionKernel(ABC):
         self.limits.check_layout(**x._asdict(), out=out)
         shape = Shape.of(x)
         self.counter.forward_calls += 1
-        self.counter.flops += _product_flops(shape, mask, num_products=2)
-        calls = split_calls(shape, mask, self.limits)
-        leaves_rows = _leaves_rows(calls, shape)
+        calls, leaves_rows = self._counted_calls(shape, mask, num_products=2)
         if len(calls) == 1 and not leaves_rows:
             # The kernel's own log-sum-exp, without a copy.
             return self._forward(x, out, calls[0])
@@ -89,7 +97,8 @@ class AttentionKernel(ABC):
         lse_dtype = accumulation_dtype(x.q.dtype)
         lse = x.q.new_full((shape.b, shape.h, shape.num_queries), -torch.inf, dtype=lse_dtype)
         for call in calls:
-            call.of_lse(lse).copy_(self._forward(call.of(x), call.of_queries(out), call))
+            part = lse[call.samples, call.heads, call.queries]
+            part.copy_(self._forward(call.of(x), call.of_queries(out), call))
         return lse
 
     def backward(self, d_out: Tensor, x: Qkv, y: Attended, *, into: QkvGrads, mask: Mask) -> None:
@@ -105,15 +114,33 @@ class AttentionKernel(ABC):
         self.limits.check_layout(**x._asdict(), d_out=d_out, out=y.out, **into._asdict())
         shape = Shape.of(x)
         self.counter.backward_calls += 1
-        self.counter.flops += _product_flops(shape, mask, num_products=5)
-        calls = split_calls(shape, mask, self.limits)
-        if _leaves_rows(calls, shape):
+        calls, leaves_rows = self._counted_calls(shape, mask, num_products=5)
+        if leaves_rows:
             assert not torch._C._is_alias_of(into.dq, d_out), "dO is read after dq is zeroed"
             for gradient in into:
                 gradient.zero_()  # no call writes rows that see nothing or that nothing sees
         for call in calls:
-            call_y = Attended(call.of_queries(y.out), call.of_lse(y.lse).contiguous())
+            # Kernels take no strides of the log-sum-exp. Only segments of a sample make a copy.
+            lse = y.lse[call.samples, call.heads, call.queries].contiguous()
+            call_y = Attended(call.of_queries(y.out), lse)
             self._backward(call.of_queries(d_out), call.of(x), call_y, call.of(into), call)
+
+    def _counted_calls(
+        self, shape: Shape, mask: Mask, *, num_products: int
+    ) -> tuple[list[Call], bool]:
+        """The calls, whose work is counted, and whether some queries or keys are in none of them.
+
+        ``num_products``: matrix products over each pair of a query and a key that it sees.
+        """
+        pairs = mask.num_pairs(shape.num_queries, shape.num_keys, shape.b)
+        self.counter.flops += 2 * num_products * shape.h * shape.d * pairs
+        calls = split_calls(shape, mask, self.limits)
+        queries, keys = shape.b * shape.h * shape.num_queries, shape.b * shape.g * shape.num_keys
+        for call in calls:  # they never overlap
+            part = call.shape(shape.d)
+            queries -= part.b * part.h * part.num_queries
+            keys -= part.b * part.g * part.num_keys
+        return calls, (queries, keys) != (0, 0)
 
     @abstractmethod
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
@@ -122,19 +149,3 @@ class AttentionKernel(ABC):
     @abstractmethod
     def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
         """The backward of one call. ``into.dq`` may be ``d_out``: write it last."""
-
-
-def _product_flops(shape: Shape, mask: Mask, *, num_products: int) -> int:
-    pairs = mask.num_pairs(shape.num_queries, shape.num_keys, shape.b)
-    return 2 * num_products * shape.h * shape.d * pairs
-
-
-def _leaves_rows(calls: list[Call], shape: Shape) -> bool:
-    """Whether some queries or keys are in no call."""
-    queries, keys = shape.b * shape.h * shape.num_queries, shape.b * shape.g * shape.num_keys
-    for call in calls:
-        samples, heads = call.samples.stop - call.samples.start, call.heads.stop - call.heads.start
-        kv_heads = call.kv_heads.stop - call.kv_heads.start
-        queries -= samples * heads * (call.queries.stop - call.queries.start)
-        keys -= samples * kv_heads * (call.keys.stop - call.keys.start)
-    return (queries, keys) != (0, 0)  # calls never overlap

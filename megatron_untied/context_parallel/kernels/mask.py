@@ -19,11 +19,6 @@ class Run:
         default_factory=dict, repr=False, compare=False
     )
 
-    @property
-    def num_segments(self) -> int:
-        """Segments that it joins."""
-        return len(self.queries) - 1
-
     @cached_property
     def longest(self) -> tuple[int, int]:
         """Queries of the segment with the most of them, and keys likewise."""

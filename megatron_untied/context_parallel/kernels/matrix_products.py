@@ -22,7 +22,10 @@ class MatrixProducts(AttentionKernel):
     """
 
     name = "matrix-products"
-    limits = Limits(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16))
+    limits = Limits(
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        materializes_scores=True,
+    )
 
     def __init__(self, block_size: int = 128):
         super().__init__()
@@ -47,7 +50,7 @@ class MatrixProducts(AttentionKernel):
         dk, dv, g = torch.zeros_like(k), torch.zeros_like(v), k.shape[2]
         for block in query_blocks(len(x.q), call, self.block_size, x.q.device):
             rows, keys = block.queries, block.keys
-            q, do, o = (_grouped(z[rows], g) for z in (x.q, d_out, y.out))
+            q, do, o = (widened(z[rows]).unflatten(2, (g, -1)) for z in (x.q, d_out, y.out))
             lse = y.lse[..., rows].unflatten(1, (g, -1))  # [b, g, h/g, queries]
             weights = _scores(x.q[rows], k[keys], block, call.scale).sub_(lse[..., None]).exp_()
             row_sums = (do * o).sum(-1).permute(1, 2, 3, 0)  # [b, g, h/g, queries]
@@ -64,9 +67,7 @@ class MatrixProducts(AttentionKernel):
 
 def _scores(q: Tensor, k: Tensor, block: QueryBlock, scale: float) -> Tensor:
     """[queries, b, h, d], [keys, b, g, d] -> [b, g, h/g, queries, keys]; -inf where hidden."""
-    scores = torch.einsum("qbgrd,kbgd->bgrqk", _grouped(q, k.shape[2]), k).mul_(scale)
+    # The heads that share a key-value head side by side: k is not repeated for them.
+    grouped = widened(q).unflatten(2, (k.shape[2], -1))  # [queries, b, g, h/g, d]
+    scores = torch.einsum("qbgrd,kbgd->bgrqk", grouped, k).mul_(scale)
     return scores if block.hidden is None else scores.masked_fill_(block.hidden, -torch.inf)
-
-
-def _grouped(x: Tensor, g: int) -> Tensor:
-    return widened(x).unflatten(2, (g, -1))  # [t, b, h, d] -> [t, b, g, h/g, d]

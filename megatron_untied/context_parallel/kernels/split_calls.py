@@ -1,6 +1,6 @@
 """Splits attention into calls within a kernel's limits: integers only."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,11 +38,20 @@ class Limits:
     """The rows and padded width of one head must stay below :data:`INDEX_LIMIT` elements."""
     indexes_calls_in_32_bits: bool = False
     """All heads of a call together must."""
+    materializes_scores: bool = False
+    """Memory and time grow so fast with length that it does not stand in for a kernel that a long
+    sequence is beyond."""
 
     def problems(
-        self, *, dtype: torch.dtype, head_width: int, window: int | None, documents: bool
+        self,
+        *,
+        dtype: torch.dtype,
+        head_width: int,
+        window: int | None = None,
+        documents: bool = False,
+        shapes: Sequence["Shape"] = (),
     ) -> Iterator[str]:
-        """Why the kernel does not fit a model."""
+        """Why the kernel does not fit a model; ``shapes`` are those of its attention calls."""
         if dtype not in self.dtypes:
             names = " and ".join(str(x).removeprefix("torch.") for x in self.dtypes)
             yield f"computes in {names}, not {str(dtype).removeprefix('torch.')}"
@@ -56,6 +65,11 @@ class Limits:
             yield "has no sliding window"
         if documents and not self.documents:
             yield "has no documents"
+        for shape in shapes:
+            rows = max(shape.num_queries, shape.num_keys) + _ROW_PADDING
+            if isinstance(refusal := _batches(shape, range(shape.b), rows, self), str):
+                yield f"cannot index {refusal.removesuffix('.')}"
+                return
 
     def check_layout(self, **tensors: Tensor) -> None:
         """Raise ValueError for a tensor whose strides or offset the kernel cannot address."""
@@ -111,9 +125,11 @@ class Call:
         """Its part of [s_q, b, h, d], a view."""
         return x[self.queries, self.samples, self.heads]
 
-    def of_lse(self, lse: Tensor) -> Tensor:
-        """Its part of [b, h, s_q], a view."""
-        return lse[self.samples, self.heads, self.queries]
+    def shape(self, d: int) -> Shape:
+        """Its sizes, with heads of width ``d``."""
+        parts = self.samples, self.heads, self.kv_heads, self.queries, self.keys
+        b, h, g, num_queries, num_keys = (part.stop - part.start for part in parts)
+        return Shape(num_queries=num_queries, num_keys=num_keys, b=b, h=h, g=g, d=d)
 
     def of(self, x: Triple) -> Triple:
         """Its parts of q, k and v, or of their gradients, as views."""
@@ -131,14 +147,33 @@ def split_calls(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
     Raises:
         ValueError: if a single head, or the heads of one key-value head, are too large for a call.
     """
+    # Samples, rows of q, rows of k, and the segments in them if they are several.
+    parts: list[tuple[range, slice, slice, Run | None]] = []
+    if mask.segments is None:
+        rows = slice(0, shape.num_queries), slice(0, shape.num_keys)
+        parts = [(range(shape.b), *rows, None)]
+    else:
+        assert len(mask.segments) == shape.b, (len(mask.segments), shape.b)
+        for sample, segments in enumerate(mask.segments):
+            ends = segments.queries[-1], segments.keys[-1]
+            assert ends == (shape.num_queries, shape.num_keys), (ends, shape)
+            for run in segments.runs if limits.joins_segments else segments.singles:
+                several = run if len(run.queries) > 2 else None
+                rows = slice(run.queries[0], run.queries[-1]), slice(run.keys[0], run.keys[-1])
+                parts.append((range(sample, sample + 1), *rows, several))
+    share = shape.h // shape.g
     calls = []
-    for samples, queries, keys, run in _rows(shape, mask, limits):
+    for samples, queries, keys, run in parts:
         num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
         # Kernels disagree on where the diagonal of a causal mask is, unless it is square.
         assert run is not None or not mask.causal or num_queries == num_keys, (queries, keys)
-        rows = max(num_queries, num_keys) + _ROW_PADDING * (run.num_segments if run else 1)
-        for call_samples, kv_heads in _batches(shape, samples, rows, limits):
-            share = shape.h // shape.g
+        rows = max(num_queries, num_keys) + _ROW_PADDING * (len(run.queries) - 1 if run else 1)
+        # A window of a whole segment hides nothing: plain causal attention is the faster kernel.
+        longest = run.longest[1] if run else num_keys
+        batches = _batches(shape, samples, rows, limits)
+        if isinstance(batches, str):
+            raise ValueError(batches)
+        for call_samples, kv_heads in batches:
             calls.append(
                 Call(
                     samples=call_samples,
@@ -147,7 +182,7 @@ def split_calls(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
                     queries=queries,
                     keys=keys,
                     causal=mask.causal,
-                    window=mask.window,
+                    window=mask.window if mask.window and mask.window < longest else None,
                     scale=shape.d**-0.5 if mask.scale is None else mask.scale,
                     run=run,
                 )
@@ -155,47 +190,33 @@ def split_calls(shape: Shape, mask: Mask, limits: Limits) -> list[Call]:
     return calls
 
 
-def _rows(
-    shape: Shape, mask: Mask, limits: Limits
-) -> Iterator[tuple[slice, slice, slice, Run | None]]:
-    """Samples, rows of q, rows of k, and the segments in them if they are several."""
-    if mask.segments is None:
-        yield slice(0, shape.b), slice(0, shape.num_queries), slice(0, shape.num_keys), None
-        return
-    assert len(mask.segments) == shape.b, (len(mask.segments), shape.b)
-    for sample, segments in enumerate(mask.segments):
-        assert (segments.queries[-1], segments.keys[-1]) == (shape.num_queries, shape.num_keys)
-        for run in segments.runs if limits.joins_segments else segments.singles:
-            several = run if run.num_segments > 1 else None
-            queries = slice(run.queries[0], run.queries[-1])
-            keys = slice(run.keys[0], run.keys[-1])
-            yield slice(sample, sample + 1), queries, keys, several
-
-
 def _batches(
-    shape: Shape, samples: slice, rows: int, limits: Limits
-) -> Iterator[tuple[slice, slice]]:
-    """Samples and key-value heads of each call: all at once, or as many as indices allow."""
+    shape: Shape, samples: range, rows: int, limits: Limits
+) -> list[tuple[slice, slice]] | str:
+    """Samples and key-value heads of each call: all at once, or as many as indices allow.
+
+    Or, if no split of heads makes ``rows``, padding included, small enough: why.
+    """
     padding = limits.head_width_padding
     head = rows * (-(-shape.d // padding) * padding)  # elements of one head, as kernels index it
-    num_samples = samples.stop - samples.start
-    wide = limits.indexes_heads_in_32_bits or limits.indexes_calls_in_32_bits
-    if not wide or num_samples * shape.h * head < INDEX_LIMIT:
-        yield samples, slice(0, shape.g)
-        return
-    share = shape.h // shape.g
-    heads_at_once = share if limits.indexes_calls_in_32_bits else 1
-    if heads_at_once * head >= INDEX_LIMIT:
-        fewer = "fewer --cp-heads-per-chunk or " if heads_at_once > 1 else ""
-        raise ValueError(
-            f"{rows} rows x {shape.d} channels x {heads_at_once} heads are {heads_at_once * head} "
-            f"elements, and the kernel's limit is {INDEX_LIMIT}; give {fewer}more ring ranks."
+    is_limited = limits.indexes_heads_in_32_bits or limits.indexes_calls_in_32_bits
+    if not is_limited or len(samples) * shape.h * head < INDEX_LIMIT:
+        return [(slice(samples.start, samples.stop), slice(0, shape.g))]
+    # The query heads of one key-value head stay together: the kernel sums their dK and dV.
+    share, step, heads = shape.h // shape.g, shape.g, 1
+    if limits.indexes_calls_in_32_bits:
+        step, heads = (INDEX_LIMIT - 1) // (share * head), share
+    if heads * head >= INDEX_LIMIT:
+        fewer = "fewer --cp-heads-per-chunk or " if heads > 1 else ""
+        return (
+            f"{rows} rows x {shape.d} channels x {heads} heads are {heads * head} elements, and "
+            f"the kernel's limit is {INDEX_LIMIT}; give {fewer}more ring ranks."
         )
-    # Key-value heads per call: as many as stay below the limit, or all where only heads count.
-    step = (INDEX_LIMIT - 1) // (share * head) if limits.indexes_calls_in_32_bits else shape.g
-    for sample in range(samples.start, samples.stop):
-        for first in range(0, shape.g, step):
-            yield slice(sample, sample + 1), slice(first, min(first + step, shape.g))
+    return [
+        (slice(sample, sample + 1), slice(first, min(first + step, shape.g)))
+        for sample in samples
+        for first in range(0, shape.g, step)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,90 +1,166 @@
-"""FlashAttention-3 that allocates and does not compute, for counting memory and work."""
+"""GPU kernels that allocate what the real ones do and compute nothing: for counting memory.
+
+How much a kernel allocates is read from the host code of the versions in ``requirements-gpu.txt``.
+The tracer allocates these bytes and the planner adds them up.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_untied.context_parallel.kernels.flash_attention import FlashAttention3
-from megatron_untied.context_parallel.kernels.kernel import Platform
+from megatron_untied.context_parallel.kernels.cudnn import Cudnn
+from megatron_untied.context_parallel.kernels.flash_attention import (
+    FlashAttention2,
+    FlashAttention3,
+    FlashAttention4,
+    TorchFlash,
+)
+from megatron_untied.context_parallel.kernels.kernel import AttentionKernel, Platform
 from megatron_untied.context_parallel.kernels.mask import Mask
-from megatron_untied.context_parallel.kernels.split_calls import Shape, split_calls
+from megatron_untied.context_parallel.kernels.split_calls import Call, Limits, Shape, split_calls
+from megatron_untied.context_parallel.kernels.tensors import Attended, Qkv, QkvGrads
 from megatron_untied.phases import MemoryCategory, allocating
 
+_FP32 = 4
 
-class TracedFlashAttention3(FlashAttention3):
-    """What :class:`.FlashAttention3` allocates on a Hopper GPU, on any device, real or fake.
 
-    Checks, splits and counts as the real kernel. Outputs are not written.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scratch:
+    """What the operators of a kernel allocate beside their arguments and the log-sum-exp.
+
+    All of it is live while one runs. The backward of all of them sums dq in fp32, as every block
+    of keys adds to it.
     """
 
-    name = "flash-attention-3, traced"
+    returns_out: bool = False
+    """The output is a new tensor, copied to where it belongs."""
+    returns_gradients: bool = False
+    copies_strided: bool = False
+    """dO and the output are copied where they are not contiguous."""
+    row_sums: int = 1
+    """fp32 numbers per row and query head: of dO x O, and in some a scaled log-sum-exp."""
+    widths: tuple[int, ...] = ()
+    """Head widths of fp32 sums; a width between two takes the larger."""
+    query_rows: Callable[[int, bool], int] = lambda width, causal: 128
+    """Rows that sums over q are padded to, by width and whether the mask is causal."""
+    key_rows: Callable[[int], int] = lambda width: 128
+    sums_shared_heads: bool = False
+    """Where query heads share key-value heads, dk and dv are fp32 sums per key-value head;
+    otherwise they are in q's dtype, of every query head, and added up afterwards."""
+
+    def num_bytes(
+        self, shape: Shape, itemsize: int, *, causal: bool, num_segments: int = 0, strided: int = 0
+    ) -> tuple[int, int]:
+        """Of one call of a forward, and of a backward.
+
+        Args:
+            shape: of the call.
+            itemsize: of q.
+            causal: its mask.
+            num_segments: of cumulative lengths, each padded to blocks; 0 is a call without.
+            strided: tensors among dO and output that are not contiguous.
+        """
+        b, h, g, d = shape.b, shape.h, shape.g, shape.d
+        width = next((width for width in self.widths if d <= width), d)
+        samples, segments = (1, num_segments) if num_segments else (b, 0)
+        padded_rows = []
+        for rows, block in (
+            (shape.num_queries, self.query_rows(width, causal)),
+            (shape.num_keys, self.key_rows(width)),
+        ):
+            padded_rows.append(samples * -(-(rows + segments * block) // block) * block)
+        of_q, of_keys = (b * n * d * itemsize for n in (shape.num_queries, shape.num_keys))
+        total = padded_rows[0] * h * (self.row_sums + width) * _FP32
+        if h != g and self.sums_shared_heads:
+            total += 2 * padded_rows[1] * g * width * _FP32
+        elif h != g:
+            total += 2 * of_keys * h
+        if self.returns_gradients:
+            total += of_q * h + 2 * of_keys * g
+        total += self.copies_strided * strided * of_q * h
+        return self.returns_out * of_q * h, total
+
+
+_FLASH_2 = Scratch(widths=(32, 64, 96, 128, 192, 256))
+
+SCRATCH: dict[type[AttentionKernel], Scratch] = {
+    # As FlashAttention-2 in its sums; a CuTe kernel, called as torch does, returns new gradients.
+    FlashAttention4: Scratch(
+        returns_gradients=True,
+        row_sums=2,
+        widths=(32, 64, 96, 128),
+        sums_shared_heads=True,
+    ),
+    FlashAttention3: Scratch(
+        row_sums=2,
+        widths=(64, 96, 128, 192, 256),
+        query_rows=lambda width, causal: {64: 128, 128: 64 if causal else 80}.get(width, 64),
+        key_rows=lambda width: {192: 96, 256: 80}.get(width, 128),
+        sums_shared_heads=True,
+    ),
+    FlashAttention2: Scratch(returns_out=True, widths=_FLASH_2.widths),
+    TorchFlash: Scratch(returns_gradients=True, copies_strided=True, widths=_FLASH_2.widths),
+    # The workspace is cuDNN's own; cudnn-frontend asks for a sum of dq, row sums, and dk and dv of
+    # every query head. Its documentation promises nothing.
+    Cudnn: Scratch(returns_out=True, returns_gradients=True),
+}
+"""By kernel, the fastest first."""
+
+
+class TracedKernel(AttentionKernel):
+    """What a kernel allocates on its GPU, on any device, real or fake.
+
+    Checks, splits and counts as the real one. Outputs are not written.
+    """
+
     platform = Platform()
 
-    def __init__(self) -> None:
-        super().__init__(_Allocations())
+    def __init__(self, kind: type[AttentionKernel], limits: Limits | None = None):
+        """``limits``: of the installed version, if it is not the one that is tested."""
+        super().__init__()
+        self.kind, self.name, self.scratch = kind, f"{kind.name}, traced", SCRATCH[kind]
+        self.limits = limits or kind.limits
 
-    def backward_bytes(self, shape: Shape) -> int:
-        """The most that one call of a causal backward of ``shape`` allocates for itself."""
-        most = 0
-        for call in split_calls(shape, Mask(), self.limits):
-            q_parts = call.samples, call.queries, call.heads
-            k_parts = call.samples, call.keys, call.kv_heads
-            q, k = (  # [b, s, heads, d], as the operator takes them, without memory
-                torch.empty(*(x.stop - x.start for x in parts), shape.d, device="meta")
-                for parts in (q_parts, k_parts)
+    def most_bytes(self, shape: Shape, itemsize: int, *, num_heads: int) -> tuple[int, int]:
+        """The most that one call of a causal forward of ``shape`` allocates, and of a backward.
+
+        ``num_heads``: of the tensors that the query heads of ``shape`` lie in.
+
+        Raises:
+            ValueError: for a size that the kernel cannot index.
+        """
+        most, calls = (0, 0), split_calls(shape, Mask(), self.limits)
+        for call in calls:
+            part = call.shape(shape.d)
+            is_strided = shape.b > 1 or part.h < num_heads
+            forward, backward = self.scratch.num_bytes(
+                part, itemsize, causal=True, strided=2 * is_strided
             )
-            scratch = self.operators.bwd(q, q, k, k, is_causal=call.causal)
-            most = max(most, sum(x.nbytes for x in scratch))
+            if len(calls) > 1:  # its log-sum-exp, before it is copied to that of all heads
+                forward += part.b * part.h * part.num_queries * _FP32
+            most = max(most[0], forward), max(most[1], backward)
         return most
 
-
-class _Allocations:
-    """Allocations of FlashAttention-3's operators, all live while one runs.
-
-    Forward: log-sum-exp, fp32 [b, h, s_q]. Backward: the row sums of dO * O, a scaled log-sum-exp
-    and dq of each query head, all fp32; and if query heads share key-value heads, fp32 dk and dv
-    of each key-value head. Rows and width are rounded up to the kernel's blocks; cumulative lengths
-    add one more block per segment.
-    """
-
-    def fwd(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-        """``out`` as given and the log-sum-exp, [b, h, s_q] or [h, tokens]."""
-        lengths = q.shape[:1] if q.dim() == 3 else q.shape[:2]
-        lse_shape = (*lengths[:-1], q.shape[-2], lengths[-1])
-        with allocating(MemoryCategory.KEPT):
-            return options["out"], q.new_empty(lse_shape, dtype=torch.float32)
-
-    def bwd(
-        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, **options: object
-    ) -> list[Tensor]:
-        """The scratch that is live when the kernel runs."""
-        width = _width(q.shape[-1])
-        # Rows of q and of k in a block of the backward kernel.
-        query_rows = {64: 128, 128: 64 if options["is_causal"] else 80}.get(width, 64)
-        key_rows = {192: 96, 256: 80}.get(width, 128)
-        num_segments = len(options["cu_seqlens_q"]) - 1 if q.dim() == 3 else 0
-        rows, heads = _padded(q, query_rows, num_segments), q.shape[-2]
-        sizes = [(rows, heads, size) for size in (1, 1, width)]
-        if heads != k.shape[-2]:
-            rows, heads = _padded(k, key_rows, num_segments), k.shape[-2]
-            sizes += [(rows, heads, width) for _ in "kv"]
+    @override
+    def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:
+        shape = Shape.of(x)
+        num_bytes, _ = self.scratch.num_bytes(shape, x.q.element_size(), causal=call.causal)
         with allocating(MemoryCategory.KERNEL):
-            return [q.new_empty(size, dtype=torch.float32) for size in sizes]
+            _scratch = x.q.new_empty(num_bytes, dtype=torch.uint8)
+        with allocating(MemoryCategory.KEPT):
+            return x.q.new_empty((shape.b, shape.h, shape.num_queries), dtype=torch.float32)
 
-
-def _width(d: int) -> int:
-    """The head width that the kernel pads ``d`` to."""
-    widths = (64, 96, 128, 192, 256)
-    if d > widths[-1]:
-        raise ValueError(
-            f"--kv-channels {d} (hidden size / heads, unless given): FlashAttention-3, which "
-            f"memory is counted for, takes heads of up to {widths[-1]} channels; give more heads "
-            "or fewer channels"
+    @override
+    def _backward(self, d_out: Tensor, x: Qkv, y: Attended, into: QkvGrads, call: Call) -> None:
+        _, num_bytes = self.scratch.num_bytes(
+            Shape.of(x),
+            x.q.element_size(),
+            causal=call.causal,
+            num_segments=len(call.run.queries) - 1 if call.run else 0,
+            strided=sum(not z.transpose(0, 1).is_contiguous() for z in (d_out, y.out)),
         )
-    return next(width for width in widths if d <= width)
-
-
-def _padded(x: Tensor, block: int, num_segments: int) -> int:
-    """Rows over all samples, or over all segments of one."""
-    num_samples, rows = (1, len(x)) if num_segments else x.shape[:2]
-    rows += num_segments * block
-    return num_samples * -(-rows // block) * block
+        with allocating(MemoryCategory.KERNEL):
+            x.q.new_empty(num_bytes, dtype=torch.uint8)

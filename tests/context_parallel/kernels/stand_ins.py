@@ -54,6 +54,36 @@ def _like(x: Tensor, like: Tensor) -> Tensor:
     return (x.transpose(0, 1) if like.dim() == 4 else x[:, 0]).to(like.dtype)
 
 
+class Flash4Module:
+    """``flash_attn.cute.interface``, with the arguments by name that torch passes to it."""
+
+    def _flash_attn_fwd(self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                        softmax_scale, causal, window_size_left, window_size_right, return_lse,
+                        num_splits, out):  # fmt: skip
+        assert (num_splits, return_lse) == (1, True)
+        attention = Attention(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
+                              *_none_is_all(window_size_left, window_size_right),
+                              softmax_scale)  # fmt: skip
+        result, lse = attention.forward(q, k, v)
+        out.copy_(result)
+        return out, lse
+
+    def _flash_attn_bwd(self, q, k, v, out, dout, lse, *, softmax_scale, causal, window_size_left,
+                        window_size_right, cu_seqlens_q, cu_seqlens_k,
+                        deterministic):  # fmt: skip
+        assert deterministic is False
+        longest = [None if cu is None else cu.diff().max() for cu in (cu_seqlens_q, cu_seqlens_k)]
+        attention = Attention(cu_seqlens_q, cu_seqlens_k, *longest, causal,
+                              *_none_is_all(window_size_left, window_size_right),
+                              softmax_scale)  # fmt: skip
+        return attention.backward(dout, q, k, v, out, lse)
+
+
+def _none_is_all(left, right):
+    assert -1 not in (left, right)
+    return (-1 if left is None else left), (-1 if right is None else right)
+
+
 class Flash3Operators:
     """``torch.ops.flash_attn_3``."""
 

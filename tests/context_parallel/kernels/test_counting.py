@@ -1,5 +1,7 @@
 """What kernels count, and what they allocate when traced with fake tensors."""
 
+import weakref
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,11 +13,18 @@ from megatron_untied.context_parallel.kernels import (
     Qkv,
     QkvGrads,
     Segments,
-    TracedFlashAttention3,
+    TracedKernel,
 )
 from megatron_untied.context_parallel.kernels.cudnn import Cudnn
-from megatron_untied.context_parallel.kernels.flash_attention import TorchFlash
+from megatron_untied.context_parallel.kernels.flash_attention import (
+    ALL_HEADS_IN_32_BITS,
+    FlashAttention2,
+    FlashAttention3,
+    FlashAttention4,
+    TorchFlash,
+)
 from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
+from megatron_untied.context_parallel.kernels.split_calls import Shape
 from tests.support import plain_attention
 
 DOCUMENTS = (Segments.of((0, 1, 4, 21, 38)), Segments.of((0, 38)))
@@ -45,7 +54,11 @@ def run(kernel, mask, s, *, b=1, h=4, g=2, d=16, dtype=torch.bfloat16):
     return lse
 
 
-@pytest.mark.parametrize("kernel", [CpuFlash, MatrixProducts, TracedFlashAttention3])
+def traced_flash_3():
+    return TracedKernel(FlashAttention3)
+
+
+@pytest.mark.parametrize("kernel", [CpuFlash, MatrixProducts, traced_flash_3])
 def test_calls_and_work_are_counted(kernel):
     kernel = kernel()
     run(kernel, Mask(window=7, segments=DOCUMENTS), 38, b=2)
@@ -56,9 +69,7 @@ def test_calls_and_work_are_counted(kernel):
     assert kernel.counter.flops == 14 * pairs * 4 * 16
 
 
-@pytest.mark.parametrize(
-    "kernel", [CpuFlash, MatrixProducts, TracedFlashAttention3, TorchFlash, Cudnn]
-)
+@pytest.mark.parametrize("kernel", [CpuFlash, MatrixProducts, traced_flash_3, TorchFlash, Cudnn])
 def test_traceable_with_fake_tensors(kernel):
     kernel = kernel()
     masks = [Mask()]
@@ -83,9 +94,9 @@ class Allocations(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-def allocated(mask, s, *, h, g, d):
+def allocated(mask, s, *, h, g, d, kind=FlashAttention3):
     with FakeTensorMode():
-        kernel = TracedFlashAttention3()
+        kernel = TracedKernel(kind)
         q, out = (torch.empty(s, 1, h, d, dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.empty(s, 1, g, d, dtype=torch.bfloat16) for _ in range(2))
         with Allocations() as forward:
@@ -116,3 +127,69 @@ def test_segments_add_a_block_each():
     mask = Mask(segments=(Segments.of((0, 100, 228, 256)),))
     rows = 256 + 3 * 64
     assert allocated(mask, 256, h=1, g=1, d=128) == (4 * 256, 4 * rows * 130)
+
+
+def test_kernels_that_return_tensors_allocate_them():
+    """4 query heads, 2 key-value heads, rows that are whole blocks; bytes of bf16 and fp32."""
+    s, h, g, d = 1 << 14, 4, 2, 128
+    of_q, of_keys, lse = 2 * s * h * d, 2 * s * g * d, 4 * s * h
+    sums = 4 * s * h * (1 + d)  # dq, and the row sums of dO x O
+    every_head = 2 * of_q  # dk and dv before they are added up
+    returned = of_q + 2 * of_keys
+    expected = {
+        FlashAttention2: (lse + of_q, sums + every_head),
+        TorchFlash: (lse, sums + every_head + returned),
+        Cudnn: (lse + of_q, sums + every_head + returned),
+        FlashAttention4: (lse, sums + 4 * s * h + 2 * 4 * s * g * d + returned),
+    }
+    for kind, num_bytes in expected.items():
+        assert allocated(Mask(), s, h=h, g=g, d=d, kind=kind) == num_bytes, kind
+
+
+@pytest.mark.parametrize("kind", [FlashAttention4, FlashAttention3, FlashAttention2, TorchFlash,
+                                  Cudnn])  # fmt: skip
+@pytest.mark.parametrize("limits", [None, ALL_HEADS_IN_32_BITS])
+@pytest.mark.parametrize(("b", "num_heads"), [(1, 4), (2, 4), (1, 8)])
+def test_the_planner_counts_what_a_call_allocates(kind, limits, b, num_heads):
+    """In one call, in calls split by heads and samples, and on part of a chunk's heads."""
+    s, h, g, d = (3 << 20) - 77, 4, 2, 128
+    with FakeTensorMode():
+        kernel = TracedKernel(kind, limits)
+        q, out, d_out = (
+            torch.empty(s, b, num_heads, d, dtype=torch.bfloat16)[:, :, :h] for _ in range(3)
+        )
+        k, v = (torch.empty(s, b, g, d, dtype=torch.bfloat16) for _ in range(2))
+        live = LargestAtOnce()
+        with live:
+            lse = kernel.forward(Qkv(q, k, v), out=out, mask=Mask())
+        forward, kept = live.largest, lse.nbytes
+        live = LargestAtOnce()
+        with live:
+            kernel.backward(d_out, Qkv(q, k, v), Attended(out, lse),
+                            into=QkvGrads(d_out, k, v), mask=Mask())  # fmt: skip
+    shape = Shape(num_queries=s, num_keys=s, b=b, h=h, g=g, d=d)
+    expected = kernel.most_bytes(shape, 2, num_heads=num_heads)
+    assert (forward - kept, live.largest) == expected
+
+
+class LargestAtOnce(Allocations):
+    """Of everything new that was alive at the same time, the largest sum of bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive = self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = self.num_bytes
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        added = self.num_bytes - before
+        if func is torch.ops.aten.new_full.default:
+            added = result.nbytes
+        if added:
+            self.alive += added
+            weakref.finalize(result, self.freed, added)
+        self.largest = max(self.largest, self.alive)
+        return result
+
+    def freed(self, num_bytes):
+        self.alive -= num_bytes

@@ -8,13 +8,14 @@ from megatron_untied.context_parallel.kernels.cudnn import Cudnn
 from megatron_untied.context_parallel.kernels.flash_attention import (
     FlashAttention2,
     FlashAttention3,
+    FlashAttention4,
     TorchFlash,
 )
 from megatron_untied.context_parallel.kernels.matrix_products import MatrixProducts
 from tests.context_parallel.kernels.test_values import BOUNDS, check
 
 pytestmark = pytest.mark.gpu
-KERNELS = [FlashAttention3, FlashAttention2, TorchFlash, Cudnn, MatrixProducts]
+KERNELS = [FlashAttention4, FlashAttention3, FlashAttention2, TorchFlash, Cudnn, MatrixProducts]
 MASKS = {
     "causal": Mask(),
     "all keys": Mask(causal=False),

@@ -1,4 +1,7 @@
+import importlib
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,10 +9,11 @@ import torch
 
 import megatron_untied
 from megatron_untied.config.run import ATTENTION_BACKENDS
-from megatron_untied.context_parallel.kernels import choose_kernel
+from megatron_untied.context_parallel.kernels import Mask, choose_kernel
 from megatron_untied.context_parallel.kernels.cudnn import Cudnn
 from megatron_untied.context_parallel.kernels.flash_attention import FlashAttention3, TorchFlash
 from megatron_untied.context_parallel.kernels.registry import KERNELS
+from megatron_untied.context_parallel.kernels.split_calls import Shape, split_calls
 
 CPU = torch.device("cpu")
 FP32 = {"dtype": torch.float32, "head_width": 64}
@@ -56,9 +60,9 @@ def test_on_a_gpu_without_packages_pytorchs_own_flash_attention(hopper):
     [
         (
             "flash-attention-3",
-            "the package FlashAttention-3 (no module named flash_attn_interface)",
+            "the package FlashAttention-3 (No module named 'flash_attn_interface')",
         ),
-        ("flash-attention-2", "the package flash-attn (no module named flash_attn)"),
+        ("flash-attention-2", "the package flash-attn (No module named 'flash_attn')"),
     ],
 )
 def test_names_the_package_that_was_asked_for(hopper, backend, message):
@@ -83,6 +87,103 @@ def test_names_the_package_that_was_asked_for(hopper, backend, message):
 def test_says_what_a_kernel_cannot_do(hopper, backend, needs, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         choose_kernel(backend, hopper, **needs)
+
+
+@pytest.fixture
+def packages(monkeypatch, tmp_path):
+    """Packages for attention by the text of their files, found before any that is installed."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        importlib.invalidate_caches()
+
+    loaded = set(sys.modules)
+    yield write
+    for name in set(sys.modules) - loaded:
+        if name.split(".")[0] in ("flash_attn", "flash_attn_interface"):
+            del sys.modules[name]
+
+
+BROKEN = {
+    "another torch": "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')",
+    "another CUDA": "raise OSError('libcudart.so.12: cannot open shared object file')",
+    "no GPU code": "raise RuntimeError('two lines\\nof trouble')",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize(
+    ("backend", "files"),
+    [
+        ("flash-attention-3", ["flash_attn_interface.py"]),
+        ("flash-attention-2", ["flash_attn/flash_attn_interface.py", "flash_attn/__init__.py"]),
+    ],
+)
+def test_a_package_that_does_not_import_is_passed_over_by_auto(
+    hopper, packages, backend, files, text
+):
+    packages(dict.fromkeys(files, text))
+    kernel = choose_kernel("auto", hopper, **BF16)
+    assert kernel.name == "torch-flash"
+    reason = text.split("'")[1].partition("\\n")[0]
+    assert [reason in passed for passed in kernel.passed_over].count(True) == 1
+    with pytest.raises(ValueError, match=re.escape(f"{backend} needs the package")) as error:
+        choose_kernel(backend, hopper, **BF16)
+    assert reason in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_flash_attention_4_alone_is_not_flash_attention_2(hopper, packages):
+    """Its package has no flash_attn/__init__.py: the name is there, as a namespace."""
+    packages({"flash_attn/cute/__init__.py": ""})
+    assert choose_kernel("auto", hopper, **BF16).name == "torch-flash"
+
+
+@pytest.mark.parametrize(("version", "fits"), [("2.7.4.post1", False), ("2.8.3.post1", True)])
+def test_limits_are_those_of_the_installed_flash_attention_2(hopper, packages, version, fits):
+    packages({
+        "flash_attn/__init__.py": f"__version__ = '{version}'",
+        "flash_attn/flash_attn_interface.py": "",
+    })  # fmt: skip
+    long = Shape(num_queries=5 << 20, num_keys=5 << 20, b=1, h=4, g=1, d=128)
+    if fits:
+        kernel = choose_kernel("auto", hopper, **BF16, shapes=[long])
+        assert kernel.name == "flash-attention-2"
+        assert len(split_calls(long, Mask(), kernel.limits)) == 1
+        return
+    message = (
+        "flash-attention-2 cannot index 5243008 rows x 128 channels x 4 heads are 2684420096 "
+        "elements, and the kernel's limit is 2147483648; give fewer --cp-heads-per-chunk or more "
+        "ring ranks; torch-flash cannot index"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        choose_kernel("auto", hopper, **BF16, shapes=[long])
+
+
+def test_a_sequence_too_long_for_flash_attention_is_not_left_to_matrix_products(hopper):
+    long = Shape(num_queries=5 << 20, num_keys=5 << 20, b=1, h=4, g=1, d=128)
+    with pytest.raises(ValueError, match="matrix-products would materialize scores"):
+        choose_kernel("auto", hopper, **BF16, shapes=[long])
+    assert choose_kernel("local", hopper, **BF16, shapes=[long]).name == "matrix-products"
+    one = replace(long, h=1)
+    assert choose_kernel("auto", hopper, **BF16, shapes=[one]).name == "torch-flash"
+
+
+def test_what_a_kernel_accepts_it_can_split(hopper):
+    """The choice and the calls ask the same limit, on both sides of it."""
+    for kind in dict.fromkeys(kernel for row in KERNELS.values() for kernel in row):
+        for rows in (1 << 20, 4_194_176, 4_194_177, 5 << 20, 16_777_087, 16_777_088, 1 << 25):
+            for h, g in ((1, 1), (4, 1), (4, 4), (8, 2)):
+                shape = Shape(num_queries=rows, num_keys=rows, b=2, h=h, g=g, d=128)
+                needs = {"dtype": kind.limits.dtypes[0], "head_width": 128, "shapes": [shape]}
+                if list(kind.limits.problems(**needs)):
+                    with pytest.raises(ValueError, match="the kernel's limit is"):
+                        split_calls(shape, Mask(), kind.limits)
+                else:
+                    assert split_calls(shape, Mask(), kind.limits)
 
 
 def test_rejects_layouts_that_a_kernel_would_misread():

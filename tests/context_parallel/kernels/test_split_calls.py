@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_untied.context_parallel.kernels import Mask, Segments
 from megatron_untied.context_parallel.kernels.flash_attention import (
-    FlashAttention2,
+    ALL_HEADS_IN_32_BITS,
     FlashAttention3,
 )
 from megatron_untied.context_parallel.kernels.split_calls import (
@@ -54,12 +54,12 @@ def test_flash_attention_3_takes_all_heads_but_one_sample_at_a_time():
     ]
 
 
-def test_flash_attention_2_takes_as_many_heads_as_it_can_count():
+def test_torch_flash_takes_as_many_heads_as_it_can_count():
     # 5 Mi x 128 x 2 heads are 1.34e9 elements; 4 heads would be above 2^31.
-    calls = split_calls(shape(FIVE_MI, b=2, h=6, g=3), Mask(), FlashAttention2.limits)
+    calls = split_calls(shape(FIVE_MI, b=2, h=6, g=3), Mask(), ALL_HEADS_IN_32_BITS)
     assert parts(calls) == [(i, i + 1, j, j + 1) for i in range(2) for j in range(3)]
     assert [call.heads for call in calls[:3]] == [slice(0, 2), slice(2, 4), slice(4, 6)]
-    assert parts(split_calls(shape(FIVE_MI // 2, h=6, g=3), Mask(), FlashAttention2.limits)) == [
+    assert parts(split_calls(shape(FIVE_MI // 2, h=6, g=3), Mask(), ALL_HEADS_IN_32_BITS)) == [
         (0, 1, 0, 3),
     ]
 
@@ -77,7 +77,7 @@ def test_the_boundary_counts_padding():
 def test_heads_of_one_key_value_head_stay_together():
     message = r"5243008 rows x 128 channels x 4 heads .* fewer --cp-heads-per-chunk or more ring"
     with pytest.raises(ValueError, match=message):
-        split_calls(shape(FIVE_MI), Mask(), FlashAttention2.limits)
+        split_calls(shape(FIVE_MI), Mask(), ALL_HEADS_IN_32_BITS)
 
 
 @st.composite
@@ -97,7 +97,7 @@ def test_runs_are_the_segments_with_both_sides(segments):
     in_runs = [
         (run.queries[i : i + 2], run.keys[i : i + 2])
         for run in segments.runs
-        for i in range(run.num_segments)
+        for i in range(len(run.queries) - 1)
     ]
     assert in_runs == expected
     for run, following in pairwise(segments.runs):

@@ -16,7 +16,7 @@ from megatron_untied.planner.weights import ShardedWeights
 from megatron_untied.training.initialize import UserError
 from megatron_untied.training.metrics import read_metrics
 from megatron_untied.training.reporting import Reporter
-from tests.faults.test_failing_disks import Fault, full_after
+from tests.faults.test_failing_disks import FULL_BYTES, Fault, full_after
 from tests.support.command_line import tiny_config
 from tests.support.optimizer_run import Split, small_run
 from tests.support.ranks import run_on_ranks
@@ -83,11 +83,11 @@ def test_every_file_equals_that_of_a_synchronous_save(tmp_path, split):
 def fail_in_background(group, path):
     run = small_run(Split())
     save_to(path, 1).write(run.state)
-    with full_after(5000) if group.rank() == 1 else contextlib.nullcontext():
+    with full_after(FULL_BYTES) if group.rank() == 1 else contextlib.nullcontext():
         pending = save_to(path, 2).write_in_background(run.state)
         while not pending.has_ended():
             pass
-        with pytest.raises(OSError, match=r"File too large \(rank 1") as caught:
+        with pytest.raises(OSError, match=r"File too large \(rank 1\)") as caught:
             pending.finish()
     group.barrier().wait()
     names = sorted(os.listdir(path))

@@ -56,7 +56,7 @@ def test_of_a_large_model_it_is_weights_and_two_moments():
             "--save x --save-interval 250 --most-recent-k 2 --save-retain-interval 500",
             [250, 500, 750, 1000],
             3,
-            4,
+            3,
         ),
         ("--save x --save-interval 300 --exit-interval 700", [300, 600, 700], 3, 3),
         ("--save x --save-interval 2000", [1000], 1, 1),

@@ -11,8 +11,9 @@ import pytest
 from megatron_untied.checkpoint import CheckpointConfig, Progress, Provenance, load_checkpoint
 from megatron_untied.checkpoint.global_tensor import StagingWriter
 from megatron_untied.checkpoint.save import CheckpointSave
-from megatron_untied.planner.geometry import Geometry
-from megatron_untied.planner.weights import ShardedWeights
+from megatron_untied.phases import MemoryCategory
+from megatron_untied.planner.machine import this_machine
+from megatron_untied.planner.plan import Plan
 from megatron_untied.training.initialize import UserError
 from megatron_untied.training.metrics import read_metrics
 from megatron_untied.training.reporting import Reporter
@@ -87,7 +88,7 @@ def fail_in_background(group, path):
         pending = save_to(path, 2).write_in_background(run.state)
         while not pending.has_ended():
             pass
-        with pytest.raises(OSError, match=r"File too large \(rank 1\)") as caught:
+        with pytest.raises(OSError, match=r"File too large \(rank 1 on") as caught:
             pending.finish()
     group.barrier().wait()
     names = sorted(os.listdir(path))
@@ -111,8 +112,8 @@ def staged_and_planned(group, path, flags) -> tuple[int, int]:
         go_on.set()
         pending.finish()
         assert pending._staged.writer.staged_bytes == 0
-    geometry = Geometry.of(tiny_config(group.size(), **flags), group.size())
-    return staged, ShardedWeights.of(geometry).staged_for_checkpoint().total()
+    plan = Plan(tiny_config(group.size(), **flags), this_machine(state.groups))
+    return staged, plan.host[MemoryCategory.CHECKPOINT]
 
 
 @pytest.mark.parametrize(

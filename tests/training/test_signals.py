@@ -138,8 +138,8 @@ def test_all_ranks_save_one_iteration_and_exit_with_0(tmp_path, at, times, flags
         assert f"rank 1: dropping {name}, then saving what was done before to {folder}" in said[0]
 
 
-HEADS = {"num_attention_heads": 6, "num_query_groups": 2, "hidden_size": 48, "kv_channels": 8}
-STREAMED = {"recompute_granularity": "full", "sequence_tile_size": 16, "cp_heads_per_chunk": 4}
+HEADS = {"num_attention_heads": 5, "num_query_groups": 5, "hidden_size": 40, "kv_channels": 8}
+STREAMED = {"recompute_granularity": "full", "sequence_tile_size": 16, "cp_heads_per_chunk": 2}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
-    save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
 from torch import Tensor
@@ -44,6 +43,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from megatron_untied.checkpoint.checksums import ChecksummedFile, Checksums, Part
+from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks
 from megatron_untied.sharding.parameter_layout import GlobalSlice
 from megatron_untied.sharding.tensor_slice import TensorSlice
 
@@ -271,9 +271,12 @@ class SequentialWriter(dcp.FileSystemWriter):
 class StagingWriter(SequentialWriter):
     """Copies what this rank will write to the host, and writes the copies later.
 
-    ``prepare_write_data`` and ``retrieve_write_results`` are what megatron-core's functions for
-    asynchronous saves call. The files are those of :class:`SequentialWriter`.
+    ``prepare_write_data`` is what megatron-core's planning of asynchronous saves calls. The files
+    are those of :class:`SequentialWriter`.
     """
+
+    results: list[WriteResult]
+    """What :meth:`write` has written."""
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Copy every slice of ``plan``, in pageable memory; returns when the copies are there."""
@@ -290,11 +293,7 @@ class StagingWriter(SequentialWriter):
 
     def write(self) -> None:
         """Write the file and release each copy after it is written; for any thread."""
-        self._results = self._write_file(self._plan, lambda item: self._staged.pop(item.index))
-
-    def retrieve_write_results(self) -> list[WriteResult]:
-        """What :meth:`write` has written."""
-        return self._results
+        self.results = self._write_file(self._plan, lambda item: self._staged.pop(item.index))
 
 
 class StagedTensors:
@@ -313,15 +312,24 @@ class StagedTensors:
         """
         self.writer = StagingWriter(folder)
         planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._planned, *_ = save_state_dict_async_plan(dict(tensors), self.writer, planner=planner)
+        planned, *_ = save_state_dict_async_plan(dict(tensors), self.writer, planner=planner)
+        _, self._index, self._ranks = planned
 
     def finish(self) -> dict[Part, int]:
         """Write the index after all ranks have written their files; collective over them.
 
         Returns:
             The checksums of what this rank has written.
+
+        Raises:
+            OSError: on every rank, if rank 0 could not write.
         """
-        save_state_dict_async_finalize(*self._planned)
+        # Not megatron-core's save_state_dict_async_finalize: if rank 0 cannot write the index, the
+        # other ranks wait there for its answer.
+        results = self._ranks.gather_object(self.writer.results)
+        raise_on_all_ranks(
+            lambda: self._ranks.is_coordinator and self.writer.finish(self._index, results)
+        )
         return self.writer.checksums
 
 

@@ -81,14 +81,19 @@ def test_every_file_equals_that_of_a_synchronous_save(tmp_path, split):
     assert different <= {".metadata", "checksums.txt"}
 
 
-def fail_in_background(group, path):
-    run = small_run(Split())
+def fail_in_background(group, path, faulty_rank, failing):
+    run, fault = small_run(Split()), Fault()
     save_to(path, 1).write(run.state)
-    with full_after(FULL_BYTES) if group.rank() == 1 else contextlib.nullcontext():
+    is_faulty = group.rank() == faulty_rank
+    with contextlib.ExitStack() as stack:
+        if is_faulty and failing == "tensors":
+            stack.enter_context(full_after(FULL_BYTES))
+        elif is_faulty:
+            stack.enter_context(fault.armed(failing, errno.ENOSPC))
         pending = save_to(path, 2).write_in_background(run.state)
         while not pending.has_ended():
             pass
-        with pytest.raises(OSError, match=r"File too large \(rank 1 on") as caught:
+        with pytest.raises(OSError, match=rf"\(rank {faulty_rank} on") as caught:
             pending.finish()
     group.barrier().wait()
     names = sorted(os.listdir(path))
@@ -96,9 +101,18 @@ def fail_in_background(group, path):
     return str(caught.value), names
 
 
-def test_an_error_of_one_thread_is_raised_on_all_ranks(tmp_path):
-    first, second = run_on_ranks(fail_in_background, 2, str(tmp_path))
+@pytest.mark.parametrize(
+    ("faulty_rank", "failing", "text"),
+    [
+        (1, "tensors", "File too large"),
+        (0, ".metadata", "No space left on device"),
+        (0, "state.json", "No space left on device"),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path, faulty_rank, failing, text):
+    first, second = run_on_ranks(fail_in_background, 2, str(tmp_path), faulty_rank, failing)
     assert first == second
+    assert text in first[0]
     assert first[1] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
     assert (tmp_path / "iter_0000003").is_dir()
 

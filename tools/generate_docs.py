@@ -41,6 +41,9 @@ OWN = {
     "--loss-on",
     "--long-samples",
     "--loss-weighting",
+    "--save-on-signal-now",
+    "--no-exit-on-failed-save",
+    "--most-recent-k",
 }
 
 

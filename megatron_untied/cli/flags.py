@@ -367,6 +367,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         switch("--exit-signal-handler", "finish the step, save and exit on SIGTERM or SIGHUP"),
         switch(
+            "--save-on-signal-now",
+            "with --exit-signal-handler: drop the step in flight and save the state before it",
+        ),
+        switch(
             "--no-check-for-nan-in-loss-and-grad",
             "continue after a loss or gradient that is not finite",
             off="check_for_nan",
@@ -375,6 +379,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "checkpoint": (
         flag("--save", help="folder to save to"),
         flag("--save-interval", count, help="iterations between checkpoints"),
+        switch(
+            "--async-save",
+            "write checkpoints while training goes on, from a copy in host memory",
+        ),
+        switch(
+            "--no-exit-on-failed-save",
+            "warn if a checkpoint cannot be written, and train on until the next one",
+            off="exit_on_failed_save",
+        ),
         switch(
             "--save-into-existing",
             "allow --save to have checkpoints of another run; they are not deleted",
@@ -385,6 +398,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--save-retain-interval",
             count,
             help="delete older checkpoints of this run, except multiples of this",
+        ),
+        flag(
+            "--most-recent-k",
+            count,
+            metavar="K",
+            help="keep the last K checkpoints of this run, and multiples of --save-retain-interval",
         ),
         switch("--finetune", "load the weights only and start at iteration 0"),
         switch("--no-load-optim", "do not load the optimizer states", off="load_optim"),
@@ -451,7 +470,6 @@ NOT_YET: dict[str, str] = {
     "--verify-recompute": "recomputed values are not compared with saved ones yet",
     "--seq-length-schedule": "the sequence length is constant",
     "--attention-backend unfused": "use local, attention by matrix products",
-    "--async-save": "checkpointing is synchronous",
     # Megatron's flags for features that the design excludes.
     "--pipeline-model-parallel-size": "not implemented; use tensor, context and data parallelism",
     "--expert-model-parallel-size": "there are no mixture-of-experts layers",

@@ -60,6 +60,7 @@ class MemoryCategory(StrEnum):
     INPUTS = "batch and rotary table"
     LOADER = "data loader"
     PARKED = "parked during attention"
+    CHECKPOINT = "checkpoint being written"
 
 
 class AllocationObserver(TorchDispatchMode):

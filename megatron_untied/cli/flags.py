@@ -21,7 +21,13 @@ from megatron_untied.cli.flag_values import (
     tokens,
     window,
 )
-from megatron_untied.config.data import DOCUMENT_BOUNDARIES, TOKENIZER_TYPES
+from megatron_untied.config.data import (
+    DOCUMENT_BOUNDARIES,
+    TOKENIZER_TYPES,
+    LongSamples,
+    LossOn,
+    LossWeighting,
+)
 from megatron_untied.config.run import ATTENTION_BACKENDS, TransformerImpl
 from megatron_untied.presets import preset_names
 
@@ -325,6 +331,28 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             help="documents from the .idx file, or ended by every end-of-document token",
         ),
         switch("--eod-mask-loss", "exclude end-of-document inputs from the loss"),
+        switch(
+            "--sft",
+            "fine-tune on the chats in --data-path: JSON lines, Parquet, Arrow, or a saved dataset",
+        ),
+        flag(
+            "--loss-on",
+            default="completion",
+            choices=get_args(LossOn),
+            help="sft: completions (turns of the assistant), prompts (all else), or all tokens",
+        ),
+        flag(
+            "--long-samples",
+            default="error",
+            choices=get_args(LongSamples),
+            help="sft: chats that are longer than --seq-length",
+        ),
+        flag(
+            "--loss-weighting",
+            default="token",
+            choices=get_args(LossWeighting),
+            help="sft: trained tokens have equal weights, or chats have",
+        ),
     ),
     "loop": (
         flag("--train-iters", count, help="optimizer steps"),
@@ -440,7 +468,6 @@ SWITCHES = frozenset(
 NOT_YET: dict[str, str] = {
     # Planned features.
     "--verify-recompute": "recomputed values are not compared with saved ones yet",
-    "--sft": "there is no fine-tuning dataset yet",
     "--seq-length-schedule": "the sequence length is constant",
     "--attention-backend unfused": "use local, attention by matrix products",
     # Megatron's flags for features that the design excludes.

@@ -133,6 +133,8 @@ def load_and_describe(run: Run) -> Progress:
     if run.plan is not None:
         report.say(describe(run.plan))
     report.say(describe_kernel(run.kernel, this_gpu() if device.gpu_properties() else None))
+    if run.datasets.description is not None:
+        report.say(run.datasets.description)
     report.say(f"{run.train_state.describe()} | {progress.iteration} iterations done")
     # A recipe can write about 1 TB of checkpoints: warn before the first step, not after days.
     shortfall = Disk.of(config, run.launch.world_size, progress.iteration).shortfall()

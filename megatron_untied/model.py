@@ -82,7 +82,14 @@ def build_model(
     backend = choose_backend(transformer_impl, model.normalization)
     config = transformer_config(model, parallel, precision, transformer_impl)
     context = attention_context(model, parallel, groups, kernel, runtime.progress)
-    layer = layer_spec(config, backend, context, memory, arena)
+    streaming = residual_on_host = None
+    if memory.recompute_granularity is not None:
+        streaming = streaming_context(
+            config.num_layers, memory, context.workspace, arena, ends_on_host=True
+        )
+        if memory.park_during_attention:
+            residual_on_host = functools.partial(streaming.store.rows, on_host=True)
+    layer = layer_spec(config, backend, context, streaming)
     return ChunkedLossGPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
@@ -95,6 +102,7 @@ def build_model(
         max_sequence_length=model.max_position_embeddings,
         loss_chunk_size=memory.loss_chunk_size,
         attention_context=context,
+        residual_on_host=residual_on_host,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         pg_collection=groups,
     )
@@ -172,30 +180,32 @@ def layer_spec(
     config: TransformerConfig,
     backend: Backend,
     context: AttentionContext,
-    memory: MemoryConfig,
-    arena: HostArena,
+    streaming: StreamingContext | None,
 ) -> ModuleSpec:
-    """The streamed layer if layers recompute, else megatron-core's standard one."""
+    """The streamed layer with ``streaming``, else megatron-core's standard one."""
     submodules = layer_submodules(config, backend, context)
-    if memory.recompute_granularity is None:
+    if streaming is None:
         return ModuleSpec(module=TransformerLayer, submodules=submodules)
     return ModuleSpec(
-        module=StreamedTransformerLayer,
-        params={
-            "streaming": streaming_context(config.num_layers, memory, context.workspace, arena)
-        },
-        submodules=submodules,
+        module=StreamedTransformerLayer, params={"streaming": streaming}, submodules=submodules
     )
 
 
 def streaming_context(
-    num_layers: int, memory: MemoryConfig, workspace: Workspace, arena: HostArena
+    num_layers: int,
+    memory: MemoryConfig,
+    workspace: Workspace,
+    arena: HostArena,
+    *,
+    ends_on_host: bool = False,
 ) -> StreamingContext:
-    """The objects that all streamed layers of one model share."""
+    """The objects that all streamed layers of one model share; see its fields."""
     store = ActivationStore(
         policy=ActivationPolicy.of(memory, num_layers), arena=arena, workspace=workspace
     )
-    return StreamingContext(tile_size=memory.sequence_tile_size, store=store)
+    return StreamingContext(
+        tile_size=memory.sequence_tile_size, store=store, ends_on_host=ends_on_host
+    )
 
 
 def layer_submodules(

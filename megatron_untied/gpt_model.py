@@ -6,8 +6,8 @@ projection and the loss run together on one chunk of tokens at a time. Megatron-
 for that, so this module holds everything that depends on how its classes work inside. Each point
 was checked for megatron-core 0.16.1; recheck them when the pin moves.
 
-- :class:`TiledEmbedding` takes the class of the embedding where the residual is on the host: GPTModel
-  builds megatron-core's own.
+- :class:`TiledEmbedding` becomes the class of the embedding, which GPTModel builds itself, where
+  the residual is on the host.
 - :class:`ChunkedLossGPTModel` overrides the private methods ``_preprocess`` and ``_postprocess`` of
   GPTModel. The second receives the decoder's output and calls :class:`Loss` instead of computing
   logits.

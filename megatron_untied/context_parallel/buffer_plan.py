@@ -349,9 +349,7 @@ class ReorderBuffers:
         )
 
 
-def row_tiles(
-    numel: int, num_tiles: int, dtype: torch.dtype, memory: str = "row_tiles"
-) -> Buffer:
+def row_tiles(numel: int, num_tiles: int, dtype: torch.dtype, memory: str = "row_tiles") -> Buffer:
     """Two tiles of a residual on the host, ``numel`` elements each: one in use, one on its way.
 
     ``memory``: "row_tiles", or "gradient_tiles" for a gradient that is read beside a residual.

@@ -100,6 +100,9 @@ class Step(ABC):
         """Through a whole forward."""
         self.residual = (_outside("residual", geometry.residual_bytes, MemoryCategory.RESIDUAL),)
         """The residual, in backward its gradient: [n, b, m] or a part of it."""
+        self.residual_in_loss = self.residual
+        self.after_layers: tuple[Buffer, ...] = ()
+        """Memory of the workspace while the embedding's backward runs."""
 
     def snapshots(self) -> Iterator[MemorySnapshot]:
         """The peaks of each phase, in the order of a step."""
@@ -116,7 +119,7 @@ class Step(ABC):
         at_loss = before_loss + weights.gathered(Stage.BEFORE_LOSS)
         yield _snapshot(Phase.FORWARD, at_loss, residual)
         in_loss = before_loss + weights.gathered(Stage.LOSS) + loss_bytes(self.geometry)
-        yield _snapshot(Phase.LOSS, in_loss, residual)
+        yield _snapshot(Phase.LOSS, in_loss, self.residual_in_loss)
 
         # The reduction of the output matrix' gradient starts while the last layer arrives.
         after_loss = self.in_backward(0) + self.kept
@@ -129,7 +132,7 @@ class Step(ABC):
 
         embedding = weights.gradients(None) - weights.gradients(num_layers)
         lookup_backward = self.in_backward(num_layers) + embedding + weights.embedding_gradient()
-        yield _snapshot(Phase.BACKWARD, lookup_backward, residual)
+        yield _snapshot(Phase.BACKWARD, lookup_backward, (*residual, *self.after_layers))
         yield _snapshot(Phase.OPTIMIZER, self.states + weights.gradients(None))
 
     @abstractmethod
@@ -184,9 +187,10 @@ class StreamedStep(Step):
         self.activations = StreamedActivations.of(geometry, rank)
         self.kept = self.activations.kept_forward(geometry.num_layers - 1)
         self.tiles = Tiles.of(geometry, self.weights.units)
-        # Parked, the residual is on the host while attention runs.
-        is_parked = self.activations.policy.park
-        self.residual_in_attention = () if is_parked else self.residual
+        self.after_layers = self.activations.workspace(Phase.BACKWARD, 0)
+        if self.activations.policy.park:  # it is on the host
+            self.residual = ()
+            self.residual_in_loss = (self.activations.plan.sizes.loss_tiles(),)
 
     @override
     def layer_forward(self, layer: int) -> Iterator[_LayerPeak]:
@@ -196,7 +200,7 @@ class StreamedStep(Step):
         lse = Bytes({MemoryCategory.KEPT: self.geometry.lse_bytes})
 
         in_attention = kept.workspace(Phase.ATTENTION_FORWARD, layer)
-        in_attention = (*self.residual_in_attention, *in_attention)
+        in_attention = (*self.residual, *in_attention)
         # Log-sum-exps that stay on the device are already counted with what is kept.
         is_counted = policy.selective and not policy.layers[layer].lse_on_host
         attention = alive + (Bytes() if is_counted else lse)
@@ -227,8 +231,7 @@ class StreamedStep(Step):
         yield Phase.MLP_BACKWARD, alive + self.tiles.mlp_backward_end + mlp_gradients, in_mlp
 
         kernel, attention = self.activations.kernel, alive + mlp_gradients
-        in_attention = workspace(Phase.ATTENTION_BACKWARD, layer)
-        in_attention = (*self.residual_in_attention, *in_attention)
+        in_attention = (*self.residual, *workspace(Phase.ATTENTION_BACKWARD, layer))
         loading = attention + self.tiles.projection
         yield Phase.ATTENTION_BACKWARD, loading, (*in_attention, kernel.home_while_loading)
         yield Phase.ATTENTION_BACKWARD, attention, (*in_attention, *kernel.at_peak)
@@ -250,8 +253,7 @@ class StreamedStep(Step):
     def _recompute_group(self, layer: int, alive: Bytes) -> Iterator[_LayerPeak]:
         """The group that ends with ``layer`` is recomputed when the backward of ``layer`` begins.
 
-        Every layer but the last makes the input of the next one, which is then copied to where it
-        is kept.
+        Every layer but the last makes the input of the next one where it is kept.
         """
         policy, workspace = self.activations.policy, self.activations.workspace
         if not policy.selective:
@@ -263,10 +265,7 @@ class StreamedStep(Step):
         if members == 1:
             return
         in_mlp = (*self.residual, *workspace(Phase.RECOMPUTE_MLP, layer - 1))
-        size = self.geometry.residual_bytes
-        recomputed = _outside("recomputed_input", size, MemoryCategory.RESIDUAL)
         yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward, in_mlp
-        yield Phase.BACKWARD, alive, (*in_mlp, recomputed)
         if members == 2:
             return
         # One layer earlier the next layer's weights arrive, and the last input is not there yet.
@@ -274,7 +273,6 @@ class StreamedStep(Step):
         if not policy.layers[layer].input_on_host:
             alive -= Bytes({MemoryCategory.KEPT: self.geometry.residual_bytes})
         yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward, in_mlp
-        yield Phase.BACKWARD, alive, (*in_mlp, recomputed)
 
 
 class PlainStep(Step):

@@ -5,10 +5,10 @@ Residual and gradient pass tile by tile (:class:`HostRows`), attention outputs c
 once they are home, tile by tile (:class:`HostKvHome`).
 """
 
-import copy
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy as shallow_copy
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class HostRows(Rows):
 
     @override
     def flat(self) -> Rows:
-        rows = copy.copy(self)
+        rows = shallow_copy(self)
         rows.shape = torch.Size((self.shape[:-1].numel(), self.shape[-1]))
         return rows
 

@@ -213,9 +213,9 @@ class _StreamedLayer(torch.autograd.Function):
         if store.policy.park:
             if not rows.is_on_host:
                 raise RuntimeError(
-                    "a hook, or another use of a layer's output, computed with the gradient between "
-                    "two layers, which is on the host and not in that tensor; leave it out, or "
-                    "leave out --park-during-attention"
+                    "the gradient between two layers is on the host, and this one is a tensor that "
+                    "a hook or a second use of a layer's output has computed; leave that out, or "
+                    "--park-during-attention"
                 )
         elif not is_ours(gradient):
             rows = Rows(gradient.clone(memory_format=torch.contiguous_format))  # costs 1 H

@@ -146,4 +146,15 @@ def test_every_copy_is_waited_for(overlap):
             ("selective", 3, False),
         )
     ]
+    # Some inputs on the device, and a loss by chunks.
+    memories.append(
+        MemoryConfig(
+            recompute_granularity="selective",
+            recompute_num_layers=2,
+            sequence_tile_size=5,
+            cpu_offloading_num_layers=2,
+            park_during_attention=True,
+            loss_chunk_size=7,
+        )
+    )
     run_on_ranks(check_late_copies, 2, memories, overlap)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_untied.phases import Phase
+from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.tracing.step import StepTracer
 from megatron_untied.training.initialize import make_groups
 from tests.support.ranks import run_on_ranks
@@ -63,6 +63,24 @@ def test_exchanged_bytes_are_those_of_the_heads_that_travel(traces):
     sent = (2 * heads + 2 * kv_heads) + (4 * heads + 4 * kv_heads)
     kept = traces["selective on the host"]
     assert kept.exchange_bytes_per_layer == sent * d * tokens * width
+
+
+def test_parked_no_phase_holds_a_residual(traces):
+    """Nor its gradient: what autograd passes has one element of memory."""
+    held = {
+        name: {
+            phase: peak.by_category.get(MemoryCategory.RESIDUAL, 0)
+            for phase, peak in trace.peak_by_phase.items()
+        }
+        for name, trace in traces.items()
+    }
+    whole = held["selective on the host"][Phase.ATTENTION_BACKWARD]
+    parked = held["parked, optimizer on the host"]
+    assert max(parked.values()) < 16 < whole
+    tiles = traces["parked, optimizer on the host"].peak_by_phase[Phase.MLP_BACKWARD].by_category
+    rows, tile_rows = 2048 // 2, 100
+    for memory in ("row_tiles", "gradient_tiles"):
+        assert tiles[f"workspace: {memory}"] * rows == whole * 2 * tile_rows
 
 
 def test_the_peak_does_not_grow_with_layers_whose_stash_is_on_the_host():

@@ -364,9 +364,13 @@ def kv_tile(sizes: Sizes, tile_tokens: int) -> Buffer:
     return replace(sizes.buffer("kv_tile", tile_tokens, heads), category=MemoryCategory.TILES)
 
 
-def sum_rows(sizes: Sizes, rows: int) -> Buffer:
-    """Twice ``rows`` of one head of the sums on the host: one in use, one arriving."""
-    return sizes.buffer("sum_rows", 2 * min(rows, sizes.tokens), 1, sizes.sum_dtype)
+def sum_rows(sizes: Sizes, tile_tokens: int) -> Buffer:
+    """Some rows of one head of the sums on the host, twice: one part in use, one arriving.
+
+    A fourth of what a tile of all heads has: 32 MiB in fp32 for 32 heads and 8,192 tokens.
+    """
+    rows = min(max(1, tile_tokens * sizes.schedule.num_heads // 4), sizes.tokens)
+    return sizes.buffer("sum_rows", 2 * rows, 1, sizes.sum_dtype)
 
 
 def head_chunks_buffer(name: str, sizes: Sizes) -> Buffer:

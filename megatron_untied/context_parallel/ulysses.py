@@ -53,7 +53,7 @@ from megatron_untied.context_parallel.kv_gradients import (
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.step_progress import LayerProgress, StepProgress
 
-LogSumExps = list[list[Tensor]]
+LogSumExps = Sequence[Sequence[Tensor]]
 """By chunk, then by kernel call: each [b, query heads of the call, s/r]."""
 
 

@@ -22,6 +22,7 @@ from megatron_untied.planner.tiles import Tiles, loss_bytes
 from megatron_untied.planner.weights import (
     ShardedWeights,
     Stage,
+    Unit,
     full_gradients,
 )
 
@@ -170,12 +171,15 @@ class Step(ABC):
 
     def around_layer_backward(self, layer: int) -> Bytes:
         """Alive all along the backward of ``layer``, but for activations."""
-        units, num_layers = self.weights.units, self.geometry.num_layers
-        # The gradient of the layer after it is being reduced.
-        reduced = units.output if layer + 1 == num_layers else units.layer
+        num_layers = self.geometry.num_layers
         alive = self.in_backward(num_layers - 1 - layer)
         alive += self.weights.gathered(Stage.LAYER_BACKWARD, layer)
-        return alive + self.weights.reduce_buffer(reduced)
+        return alive + self.weights.reduce_buffer(self._reduced_before(layer))
+
+    def _reduced_before(self, layer: int) -> Unit:
+        """The unit whose gradients are being reduced when the backward of ``layer`` begins."""
+        units = self.weights.units
+        return units.output if layer + 1 == self.geometry.num_layers else units.layer
 
 
 class StreamedStep(Step):
@@ -216,8 +220,6 @@ class StreamedStep(Step):
     def layer_backward(self, layer: int) -> Iterator[_LayerPeak]:
         geo, policy, workspace = self.geometry, self.activations.policy, self.activations.workspace
         alive = self.around_layer_backward(layer) + self.activations.kept_backward(layer)
-        if policy.layers[layer].lse_on_host:  # fetched for the whole layer
-            alive += Bytes({MemoryCategory.KEPT: geo.lse_bytes})
         if layer == policy.layers[layer].group[-1]:
             yield from self._recompute_group(layer, alive)
 
@@ -230,7 +232,13 @@ class StreamedStep(Step):
         yield Phase.MLP_BACKWARD, alive + self.tiles.mlp_backward + sums, in_mlp
         yield Phase.MLP_BACKWARD, alive + self.tiles.mlp_backward_end + mlp_gradients, in_mlp
 
+        if policy.park:  # waited for before attention
+            alive -= self.weights.reduce_buffer(self._reduced_before(layer))
         kernel, attention = self.activations.kernel, alive + mlp_gradients
+        if policy.layers[layer].lse_on_host:  # fetched chunk by chunk
+            sizes = self.activations.plan.sizes.attention
+            heads = max(len(each.query_heads) for each in sizes.mine)
+            attention += Bytes({MemoryCategory.KEPT: 4 * sizes.tokens * sizes.b * heads})
         in_attention = (*self.residual, *workspace(Phase.ATTENTION_BACKWARD, layer))
         loading = attention + self.tiles.projection
         yield Phase.ATTENTION_BACKWARD, loading, (*in_attention, kernel.home_while_loading)

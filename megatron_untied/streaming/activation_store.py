@@ -8,10 +8,12 @@ group's attention once more, whose O is then saved until the group's own backwar
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron_untied.context_parallel.buffer_plan import Sizes, Staging
 from megatron_untied.context_parallel.exchange import HeadChunkLayout, HeadChunks
@@ -32,8 +34,11 @@ from megatron_untied.streaming.host_tensors import (
 )
 
 
-class StoredLse:
-    """Log-sum-exps that wait for their backward: on the device, or in slots of ``arena``."""
+class StoredLse(Sequence[Sequence[Tensor]]):
+    """Log-sum-exps that wait for their backward: on the device, or in slots of ``arena``.
+
+    Those of chunk j are an item. One on the host is fetched and its memory released: get it once.
+    """
 
     def __init__(self, lse: LogSumExps, arena: HostArena | None):
         """``lse``: fp32 [b, heads of a kernel call, s/r], by chunk and kernel call."""
@@ -46,18 +51,19 @@ class StoredLse:
             for slot, x in zip(self._slots[-1], chunk, strict=True):
                 slot.write(x.contiguous()).wait()  # small: one copy per kernel call
 
-    def on_device(self) -> LogSumExps:
-        """On the device, as given; host memory is released, so call it once."""
-        if self._lse is not None:
-            return self._lse
-        fetched: LogSumExps = []
-        for chunk in self._slots:
-            fetched.append([])
-            for slot in chunk:
-                lse = torch.empty(slot.shape, dtype=slot.dtype, device=self._device)
-                slot.read(lse).wait()
-                slot.release()
-                fetched[-1].append(lse)
+    @override
+    def __len__(self) -> int:
+        return len(self._lse if self._slots is None else self._slots)
+
+    @override
+    def __getitem__(self, j: int) -> list[Tensor]:
+        if self._slots is None:
+            return self._lse[j]
+        fetched = []
+        for slot in self._slots[j]:
+            fetched.append(torch.empty(slot.shape, dtype=slot.dtype, device=self._device))
+            slot.read(fetched[-1]).wait()
+            slot.release()
         return fetched
 
 
@@ -168,18 +174,18 @@ class ActivationStore:
         return HeadChunks.in_workspace("d_out", sizes, self.workspace, device)
 
     def kv_gradients(
-        self, sizes: Sizes, rows_at_a_time: int, tile_rows: int, device: torch.device
+        self, sizes: Sizes, tile_tokens: int, tile_rows: int, device: torch.device
     ) -> tuple[MakeSums | None, KvHome | None]:
         """What dK and dV are summed in, and where they go; None is the device.
 
-        ``rows_at_a_time``: of a sum, on the device. ``tile_rows``: the most that are read at once.
+        ``tile_tokens`` of all tensor-parallel ranks, ``tile_rows`` the most that are read at once.
         """
         if not self.policy.park:
             return None, None
         make_sums = functools.partial(
             HostKvSums,
             sizes=sizes,
-            rows_at_a_time=rows_at_a_time,
+            tile_tokens=tile_tokens,
             device=device,
             arena=self.arena,
             workspace=self.workspace,

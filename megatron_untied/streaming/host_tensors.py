@@ -252,18 +252,17 @@ class HostKvSums(KvSums):
         heads: range,
         *,
         sizes: Sizes,
-        rows_at_a_time: int,
+        tile_tokens: int,
         device: torch.device,
         arena: HostArena,
         workspace: Workspace,
     ):
-        """``sizes`` of the attention call that adds."""
+        """``sizes`` of the attention call that adds; see :func:`sum_rows`."""
         super().__init__(heads, tensors=None)
         shape = sizes.kv_sum_shape(len(heads))  # [2, heads, s/r, b, d]
         self._slot, self._num_rows = arena.reserve(shape, sizes.sum_dtype), shape[2]
-        self._rows_at_a_time = min(rows_at_a_time, self._num_rows)
-        room = workspace.take(sum_rows(sizes, self._rows_at_a_time), device)
-        self._room = room.view(2, -1)
+        self._room = workspace.take(sum_rows(sizes, tile_tokens), device).view(2, -1)
+        self._rows_at_a_time = self._room.shape[1] // shape[3:].numel()
 
     @override
     def add(self, heads: range, parts: KvPair, rows: slice | None = None) -> None:

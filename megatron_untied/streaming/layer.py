@@ -221,7 +221,7 @@ class _StreamedLayer(torch.autograd.Function):
             rows = Rows(gradient.clone(memory_format=torch.contiguous_format))  # costs 1 H
         # In a group the first call recomputes all layers, the others find theirs complete.
         saved = recompute(group, store)
-        y = SavedAttention(saved.out, saved.lse.on_device())
+        y = SavedAttention(saved.out, saved.lse)
         sums = layer_backward(layer, rows, saved.x, y, group.sequence)
         saved.x.release()  # host memory is free for the next layer, whatever still references it
         saved.out.release()
@@ -310,9 +310,8 @@ def layer_backward(
         _mlp_backward(layer, gradient, x, y.out, d_out, sums)
     if store.policy.park:
         store.workspace.release()  # of the tiles
-    # The sum of one head may take as much room as a tile of all heads.
-    rows = layer.streaming.tile_size * ulysses.schedule.num_heads
-    make_sums, home = store.kv_gradients(sizes, rows, tile_rows, device)
+        free_reduced_gradients(layer)
+    make_sums, home = store.kv_gradients(sizes, layer.streaming.tile_size, tile_rows, device)
     with layer.progress.phase(Phase.ATTENTION_BACKWARD):
         dkv = ulysses.backward(projections, y, d_out, attention, make_sums, home)
     # The rest reads none of the chunk loop's buffers, and tiles need their memory.
@@ -369,6 +368,21 @@ def _qkv_backward(
         ]
         (dx,) = tile_backward(queries_keys_values, layer, [x_tile], gradients, sums, names)
         torch.add(g, dx, out=left)  # to that of the residual, left by phase 1
+
+
+def free_reduced_gradients(layer: StreamedTransformerLayer) -> None:
+    """Free the buffer that the gradients of the unit before were reduced from: up to 2 GiB.
+
+    FSDP2 itself holds it until the gradients of ``layer`` are reduced, past attention's peak. The
+    reduction runs beside the tiles before, so compute waits for little. Private, torch 2.13.
+    """
+    if not isinstance(layer, FSDPModule):
+        return
+    state = layer._get_fsdp_state()
+    for reduced in state._comm_ctx.reduce_scatter_states:
+        if reduced.event is not None:
+            state._device_handle.current_stream().wait_event(reduced.event)
+    state._comm_ctx.reduce_scatter_states.clear()
 
 
 def is_ours(gradient: Tensor) -> bool:

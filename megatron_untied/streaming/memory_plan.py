@@ -183,10 +183,7 @@ def _taken(sizes: LayerSizes, kind: _LayerPhase) -> tuple[Buffer, ...]:
             taken += out.send if kind.output_on_host else ()  # O is sent once more
             if kind.park:
                 taken += [*d_out.send, *d_out.recv]  # dO is sent, dQ received
-                if attention.sums_kv:
-                    taken.append(
-                        sum_rows(attention, sizes.tile_size * attention.schedule.num_heads)
-                    )
+                taken += [sum_rows(attention, sizes.tile_size)] if attention.sums_kv else []
         case Phase.QKV_BACKWARD:
             taken += [d_out.tile, kv_tile(attention, rows)] if kind.park else []
     return tuple(taken)
@@ -203,7 +200,7 @@ class _HostReplay:
         self.residual = sizes.residual, sizes.attention.dtype
         self.inputs: dict[int, HostSlot] = {}
         self.outputs: dict[int, list[HostSlot]] = {}
-        self.lse: dict[int, list[HostSlot]] = {}
+        self.lse: dict[int, list[list[HostSlot]]] = {}  # by chunk
         # Between layers, then its gradient.
         self.current = self.arena.reserve(*self.residual) if policy.park else None
 
@@ -228,12 +225,12 @@ class _HostReplay:
                 self.outputs[member] = self._attend(member, is_saved=member < layer)
             if member < layer and self.policy.layers[member + 1].input_on_host:
                 self.inputs[member + 1] = self.arena.reserve(*self.residual)
-        _release(self.lse.pop(layer, []))
-        attention = self.sizes.attention
+        lse, attention = self.lse.pop(layer, []), self.sizes.attention
         if self.policy.park:
             d_output, home = self._head_chunks(), []
             sums: dict[range, HostSlot] = {}  # of dK and dV, by the heads that arrived together
             for chunk, mine in zip(attention.schedule.chunks, attention.mine, strict=True):
+                _release(lse.pop(0) if lse else [])
                 if attention.sums_kv and (heads := mine.kv_to_load):
                     shape = attention.kv_sum_shape(len(heads))
                     sums[heads] = self.arena.reserve(shape, attention.sum_dtype)
@@ -243,6 +240,7 @@ class _HostReplay:
                 for heads in [heads for heads in sums if heads[-1] in mine.kv_finished]:
                     sums.pop(heads).release()
             _release(d_output + home)
+        _release([slot for chunk in lse for slot in chunk])
         if layer in self.inputs:
             self.inputs.pop(layer).release()
         _release(self.outputs.pop(layer))
@@ -253,12 +251,14 @@ class _HostReplay:
         output = self._head_chunks() if policy.output_on_host else []
         if is_saved and policy.input_on_host:
             self.lse[layer] = [
-                self.arena.reserve(
-                    (attention.b, columns.stop - columns.start, attention.tokens),
-                    accumulation_dtype(attention.dtype),
-                )
+                [
+                    self.arena.reserve(
+                        (attention.b, columns.stop - columns.start, attention.tokens),
+                        accumulation_dtype(attention.dtype),
+                    )
+                    for columns in (call.query_columns for call in assignment.kernel_calls)
+                ]
                 for assignment in attention.mine
-                for columns in (call.query_columns for call in assignment.kernel_calls)
             ]
         return output
 

@@ -6,12 +6,13 @@ cd "$(dirname "$0")/.."
 source tools/environment.sh
 ruff check .
 ruff format --check .
+# With "=": as an argument of its own the folder would count as a test path, and pytest would look for its settings there.
 shared="$(mktemp -d)"
-python -m pytest --claims "$shared" "$@" > "$shared/second.txt" 2>&1 &
+python -m pytest --claims="$shared" "$@" > "$shared/second.txt" 2>&1 &
 second=$!
 trap 'kill "$second" 2> /dev/null || true; rm -rf "$shared"' EXIT
 status=0
-python -m pytest --claims "$shared" "$@" || status=$?
+python -m pytest --claims="$shared" "$@" || status=$?
 wait "$second" || status=$?
 echo "The other half of the modules:"
 cat "$shared/second.txt"

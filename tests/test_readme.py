@@ -154,7 +154,7 @@ OF_OTHER_PROGRAMS = {
     *("--slow", "--help"),  # pytest's here, and every program's
     *("--dry-run", "--rehearse"),  # launchers'
     *("--build-arg", "--ipc=host", "--ulimit", "--time"),  # docker's
-    *("--shutdown-timeout",),  # torchrun's
+    *("--shutdown-timeout", "--numa-binding"),  # torchrun's
     *(
         "--input",
         "--output-prefix",

@@ -165,12 +165,12 @@ class StreamedActivations:
         )
 
     def workspace(self, phase: Phase, layer: int) -> tuple[Buffer, ...]:
-        """What is alive of it when ``layer`` leaves ``phase``; ``BACKWARD`` is after the layer.
+        """What is alive of it when ``layer`` leaves ``phase``.
 
         Buffers that the phase takes, and memory that phases before it left there.
         """
         # Made on demand: a search looks at few layers, and at thousands of plans.
-        taken = () if phase is Phase.BACKWARD else self.plan.taken(phase, layer)
+        taken = self.plan.taken(phase, layer)
         known = {id(buffer) for buffer in taken}
         left = [x for x in self.held[phase, layer].values() if id(x) not in known]
         return (*taken, *(replace(x, name=x.memory, because="") for x in left))

@@ -102,8 +102,8 @@ class Step(ABC):
         self.residual = (_outside("residual", geometry.residual_bytes, MemoryCategory.RESIDUAL),)
         """The residual, in backward its gradient: [n, b, m] or a part of it."""
         self.residual_in_loss = self.residual
-        self.after_layers: tuple[Buffer, ...] = ()
-        """Memory of the workspace while the embedding's backward runs."""
+        self.residual_at_ends = self.residual
+        """While the embedding's forward or backward runs."""
 
     def snapshots(self) -> Iterator[MemorySnapshot]:
         """The peaks of each phase, in the order of a step."""
@@ -111,7 +111,7 @@ class Step(ABC):
         residual = self.residual
 
         lookup = self.in_forward + weights.gathered(Stage.EMBEDDING)
-        yield _snapshot(Phase.FORWARD, lookup, residual)
+        yield _snapshot(Phase.FORWARD, lookup, self.residual_at_ends)
         for layer in self._layers:
             for phase, alive, buffers in self.layer_forward(layer):
                 yield _snapshot(phase, alive, buffers, layer)
@@ -133,7 +133,7 @@ class Step(ABC):
 
         embedding = weights.gradients(None) - weights.gradients(num_layers)
         lookup_backward = self.in_backward(num_layers) + embedding + weights.embedding_gradient()
-        yield _snapshot(Phase.BACKWARD, lookup_backward, (*residual, *self.after_layers))
+        yield _snapshot(Phase.BACKWARD, lookup_backward, self.residual_at_ends)
         yield _snapshot(Phase.OPTIMIZER, self.states + weights.gradients(None))
 
     @abstractmethod
@@ -191,10 +191,10 @@ class StreamedStep(Step):
         self.activations = StreamedActivations.of(geometry, rank)
         self.kept = self.activations.kept_forward(geometry.num_layers - 1)
         self.tiles = Tiles.of(geometry, self.weights.units)
-        self.after_layers = self.activations.workspace(Phase.BACKWARD, 0)
         if self.activations.policy.park:  # it is on the host
-            self.residual = ()
-            self.residual_in_loss = (self.activations.plan.sizes.loss_tiles(),)
+            sizes, self.residual = self.activations.plan.sizes, ()
+            self.residual_in_loss = (sizes.loss_tiles(),)
+            self.residual_at_ends = (sizes.row_tiles(),)
 
     @override
     def layer_forward(self, layer: int) -> Iterator[_LayerPeak]:
@@ -256,7 +256,7 @@ class StreamedStep(Step):
         after += self.weights.gathered(Stage.AFTER_LAYER_BACKWARD, layer)
         after += self.weights.reducing(units.layer) + full_gradients(units.layer)
         after += self.activations.kept_backward(layer - 1) if layer else Bytes()
-        yield Phase.BACKWARD, after, (*self.residual, *workspace(Phase.BACKWARD, layer))
+        yield Phase.BACKWARD, after, self.residual
 
     def _recompute_group(self, layer: int, alive: Bytes) -> Iterator[_LayerPeak]:
         """The group that ends with ``layer`` is recomputed when the backward of ``layer`` begins.

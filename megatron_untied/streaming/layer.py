@@ -318,6 +318,7 @@ def layer_backward(
     store.workspace.release()
     with layer.progress.phase(Phase.QKV_BACKWARD):
         _qkv_backward(layer, gradient, projections, d_out, dkv, sums)  # dQ was received over dO
+    store.workspace.release()
     d_out.release()
     dkv.release()
     return sums

@@ -81,18 +81,14 @@ class MemoryPlan:
         default_factory=dict, repr=False, compare=False
     )
 
-    def workspace(self, *, first_step: bool = False) -> Iterator[tuple[Phase, int, Held]]:
+    def workspace(self) -> Iterator[tuple[Phase, int, Held]]:
         """Each phase with its layer: what the workspace holds when the phase ends.
 
-        It frees its memory before the loss, and in backward after the attention of every layer;
-        if the policy parks, also before it.
-        What the backward of the first layer takes after that is still held in the forward of the
-        next step.
+        It frees its memory before the loss, and in backward after the attention of every layer and
+        at its end; if the policy parks, also before attention.
         """
         policy, layers = self.policy, range(len(self.policy.layers))
         held: Held = {}
-        if not first_step:
-            self._take(Phase.QKV_BACKWARD, 0, held)
         for layer in layers:
             for phase in (Phase.ATTENTION_FORWARD, Phase.MLP_FORWARD):
                 yield phase, layer, self._take(phase, layer, held)
@@ -119,7 +115,7 @@ class MemoryPlan:
             slots = {name: held[name] for name in names if name in held}
             held.clear()
             yield Phase.QKV_BACKWARD, layer, self._take(Phase.QKV_BACKWARD, layer, held) | slots
-            yield Phase.BACKWARD, layer, dict(held)
+            held.clear()
 
     def taken(self, phase: Phase, layer: int) -> tuple[Buffer, ...]:
         """The buffers that ``layer`` takes in ``phase``."""

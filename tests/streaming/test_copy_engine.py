@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_untied.streaming.copy_engine import CopyEngine, CpuStreams, contiguous_pieces
 from megatron_untied.streaming.host_arena import HostArena, allocate_pageable
-from tests.streaming.simulated_streams import EDGES, ORDERS, SimulatedStreams, in_random_order
+from tests.support.simulated_streams import EDGES, ORDERS, SimulatedStreams, in_random_order
 
 SHAPE = (3, 2)
 

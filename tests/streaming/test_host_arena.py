@@ -16,8 +16,8 @@ from megatron_untied.streaming.host_arena import (
     allocate_pageable,
     prefetch,
 )
-from tests.streaming.simulated_streams import LateStreams
 from tests.streaming.test_registered_memory import Cudart
+from tests.support.simulated_streams import LateStreams
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from megatron_untied.streaming.copy_engine import CopyEngine, CpuStreams
 from megatron_untied.streaming.host_arena import HostArena, allocate_pageable
 from megatron_untied.streaming.host_tensors import HostRows
 from megatron_untied.tiling import tiles_of
-from tests.streaming.simulated_streams import LateStreams
+from tests.support.simulated_streams import LateStreams
 
 SHAPE = torch.Size((11, 2, 3))  # [n, b, m]
 CPU = torch.device("cpu")

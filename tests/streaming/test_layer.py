@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from megatron_untied.config import MemoryConfig, ParallelConfig
-from megatron_untied.streaming.copy_engine import CopyEngine
-from megatron_untied.streaming.host_arena import HostArena, allocate_pageable
-from tests.streaming.simulated_streams import LateStreams
+from tests.support.late_device import late_device
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import batch, make_model, parallel_groups, tiny
 
@@ -104,33 +102,30 @@ def test_every_model_part_is_streamed():
     run_on_ranks(check_equals_autograd, 2, config, parallel, list(memory_configs()))
 
 
-def check_late_copies(group, memories, overlap):
-    """Copies run only when something waits for them: a forgotten wait reads wrong data."""
+def check_late_device(group, parallel, memories):
     config = tiny(num_layers=4)
-    parallel = ParallelConfig(
-        context_parallel_size=group.size(), heads_per_chunk=2, cp_overlap=overlap
-    )
     groups, data = parallel_groups(parallel), batch(config, 24, 2)
+
+    def last_of_two_steps(memory):
+        model = make_model(config, parallel, memory, groups=groups)
+        layer = model.decoder.layers[0]
+        for _ in range(2):  # the second reuses every buffer and host slot of the first
+            step = loss_and_gradients(model, data, layer.self_attention.context.layout)
+        return *step, layer.streaming.store.arena
+
     for memory in memories:
-        late = HostArena(CopyEngine(LateStreams()), allocate_pageable)
-        models = [
-            make_model(config, parallel, memory, groups=groups, arena=arena)
-            for arena in (None, late)
-        ]
-        layout = models[0].decoder.layers[0].self_attention.context.layout
-        for _ in range(2):
-            (loss, expected), (late_loss, gradients) = (
-                loss_and_gradients(model, data, layout) for model in models
-            )
+        loss, gradients, _ = last_of_two_steps(memory)
+        with late_device():
+            late_loss, late_gradients, arena = last_of_two_steps(memory)
         assert torch.equal(late_loss, loss), memory
-        for name, gradient in gradients.items():
-            assert torch.equal(gradient, expected[name]), f"{name} with {memory}"
-        assert late.used_bytes == 0
-        assert late.num_allocations > 0
+        for name, gradient in late_gradients.items():
+            assert torch.equal(gradient, gradients[name]), f"{name} with {memory}"
+        assert arena.used_bytes == 0
+        assert arena.num_allocations > 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_every_copy_is_waited_for(overlap):
+@pytest.mark.parametrize("name", ["CP 2", "CP 4", "ring 2", "ring 2 of Ulysses 2", "CP 2 TP 2 SP"])
+def test_nothing_is_used_before_it_is_there(name):
     memories = [
         MemoryConfig(
             recompute_granularity=granularity,
@@ -157,4 +152,5 @@ def test_every_copy_is_waited_for(overlap):
             loss_chunk_size=7,
         )
     )
-    run_on_ranks(check_late_copies, 2, memories, overlap)
+    world_size, parallel = PARALLEL[name]
+    run_on_ranks(check_late_device, world_size, parallel, memories)

@@ -52,14 +52,17 @@ def unevenly_masked_batch(samples: dict[str, Tensor], config, groups) -> Batch:
     return pretrain_gpt.get_batch(samples | {"loss_mask": mask}, config, groups)
 
 
-def batch_of(groups, *, seed: int) -> Batch:
-    """This rank's part of a micro-batch of 4 samples, of which unequal parts are trained on."""
+def batch_of(groups, *, seed: int, layout: SequenceLayout | None = None) -> Batch:
+    """This rank's part of a micro-batch of 4 samples, of which unequal parts are trained on.
+
+    ``layout``: of the context-parallel ranks, if they have a ring.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 251, (4, 65), generator=generator)
     parts = torch.tensor([[0.1], [0.9], [0.5], [0.0]])
     loss_mask = (torch.rand(4, 64, generator=generator) < parts).float()
     mine = slice(groups.dp.rank(), None, groups.dp.size())
-    layout = SequenceLayout(num_ulysses=groups.cp.size(), rank=groups.cp.rank())
+    layout = layout or SequenceLayout(num_ulysses=groups.cp.size(), rank=groups.cp.rank())
     return Batch(
         tokens=layout.shard(tokens[mine, :-1]),
         labels=layout.shard(tokens[mine, 1:]),

@@ -69,6 +69,9 @@ def gather_gradients(train_state: TrainState) -> dict[str, Tensor]:
         if isinstance(parameter.grad, DTensor):
             rows = parameter.grad.to_local()
             held[name] = layout, layout.global_slices(rows, shards[name].slices)
-        elif parameter.requires_grad:
-            held[name] = layout, layout.global_slices(parameter.main_grad)
+        elif parameter.requires_grad and name in shards:
+            # A distributed optimizer reduces only the part that it updates.
+            slices = shards[name].slices
+            owned = torch.cat([part.view(parameter.main_grad).flatten() for part in slices])
+            held[name] = layout, layout.global_slices(owned, slices)
     return gather(held)

@@ -1,7 +1,8 @@
 """GPU kernels that allocate what the real ones do and compute nothing: for counting memory.
 
-How much a kernel allocates is read from the host code of the versions in ``requirements-gpu.txt``.
-The tracer allocates these bytes and the planner adds them up.
+How much a kernel allocates follows the host code of the versions in ``requirements-gpu.txt``. The
+tracer allocates these bytes and the planner adds them up; ``benchmarks/check_kernels.py`` measures
+them on a GPU.
 """
 
 from collections.abc import Callable

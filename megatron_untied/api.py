@@ -32,7 +32,7 @@ from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayo
 from megatron_untied.context_parallel.ulysses import Attention, UntiedUlysses
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.megatron_lm.limits import check_config
-from megatron_untied.model import context_parallel_groups, layer_spec, streaming_context
+from megatron_untied.model import context_parallel_groups, layer_spec
 from megatron_untied.platform.device import current_device
 from megatron_untied.rope import RotaryTable
 from megatron_untied.streaming.host_arena import HostArena
@@ -273,8 +273,7 @@ def streamed_layers(
     arena = HostArena.for_device(current_device())
     # One context and one store for all layers: they take turns in the same buffers, and a layer's
     # input may be recomputed from one kept several layers before.
-    streaming = streaming_context(config.num_layers, memory, context.workspace, arena)
-    spec = layer_spec(config, backend, context, streaming)
+    spec = layer_spec(config, backend, context, memory, arena)
     return StreamedLayers(
         build_module(spec, config=config, layer_number=i + 1, pg_collection=groups)
         for i in range(config.num_layers)

@@ -43,6 +43,8 @@ from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
 from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.residual import Rows
 from megatron_untied.step_progress import StepProgress
+from megatron_untied.streaming.activation_store import ActivationStore
+from megatron_untied.streaming.layer import MoveResidual, StreamedTransformerLayer
 from megatron_untied.tiling import Tile
 
 
@@ -55,17 +57,16 @@ class ChunkedLossGPTModel(GPTModel):
         logical_vocab_size: int,
         loss_chunk_size: int | None,
         attention_context: AttentionContext,
-        residual_on_host: Callable[[Rows], Rows] | None = None,
         **kwargs,
     ):
-        """``residual_on_host``: constructor of rows on the host of the shape of others."""
         # Our attention rotates q and k itself: megatron-core makes no rotary table.
         super().__init__(*args, position_embedding_type="none", **kwargs)
         self.attention_context = attention_context
-        if residual_on_host is not None:
+        first = self.decoder.layers[0]
+        self.store = first.streaming.store if isinstance(first, StreamedTransformerLayer) else None
+        if self.store is not None and self.store.policy.park:
             self.embedding.__class__ = TiledEmbedding
-            self.embedding.tiles = self.decoder.layers[0].tiles
-            self.embedding.residual_on_host = residual_on_host
+            self.embedding.store, self.embedding.tiles = self.store, first.tiles
         self.loss = Loss(
             functools.partial(
                 chunked_cross_entropy,
@@ -119,7 +120,7 @@ class ChunkedLossGPTModel(GPTModel):
                     "gathered in forward only. Compute them under torch.no_grad()."
                 )
             if Rows.of(hidden_states).is_on_host:
-                hidden_states = Rows.of(hidden_states).on_device()
+                hidden_states = MoveResidual.apply(hidden_states, self.store, False)
             # [n, b, m] -> logits [b, n, v/t]
             return super()._postprocess(norm.normalize(hidden_states), labels=None, **kwargs)
         # Attention is over: the loss can use the memory of its buffers.
@@ -134,7 +135,7 @@ class TiledEmbedding(LanguageModelEmbedding):
 
     tiles: Callable[[int], list[Tile]]
     """Of a residual of so many rows on this rank."""
-    residual_on_host: Callable[[Rows], Rows]
+    store: ActivationStore
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """int64 [b, n] -> [n, b, m] or [n/t, b, m]; positions are not embedded."""
@@ -158,7 +159,7 @@ class _TiledLookup(torch.autograd.Function):
         num_local = n // embedding.tp_group.size() if config.sequence_parallel else n
         # Only the shape counts: one element of memory.
         like = weight.new_empty(1).expand(num_local, b, weight.shape[1])
-        rows, tiles = embedding.residual_on_host(Rows(like)), embedding.tiles(num_local)
+        rows, tiles = embedding.store.rows(Rows(like), on_host=True), embedding.tiles(num_local)
         for tile, out in zip(tiles, rows.outputs(tiles), strict=True):
             out.copy_(embedding.lookup(input_ids, tile))
         return rows.as_tensor()

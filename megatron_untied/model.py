@@ -82,14 +82,7 @@ def build_model(
     backend = choose_backend(transformer_impl, model.normalization)
     config = transformer_config(model, parallel, precision, transformer_impl)
     context = attention_context(model, parallel, groups, kernel, runtime.progress)
-    streaming = residual_on_host = None
-    if memory.recompute_granularity is not None:
-        streaming = streaming_context(
-            config.num_layers, memory, context.workspace, arena, ends_on_host=True
-        )
-        if memory.park_during_attention:
-            residual_on_host = functools.partial(streaming.store.rows, on_host=True)
-    layer = layer_spec(config, backend, context, streaming)
+    layer = layer_spec(config, backend, context, memory, arena, ends_on_host=True)
     return ChunkedLossGPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
@@ -102,7 +95,6 @@ def build_model(
         max_sequence_length=model.max_position_embeddings,
         loss_chunk_size=memory.loss_chunk_size,
         attention_context=context,
-        residual_on_host=residual_on_host,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         pg_collection=groups,
     )
@@ -180,12 +172,18 @@ def layer_spec(
     config: TransformerConfig,
     backend: Backend,
     context: AttentionContext,
-    streaming: StreamingContext | None,
+    memory: MemoryConfig,
+    arena: HostArena,
+    *,
+    ends_on_host: bool = False,
 ) -> ModuleSpec:
-    """The streamed layer with ``streaming``, else megatron-core's standard one."""
+    """The streamed layer if layers recompute, else megatron-core's standard one."""
     submodules = layer_submodules(config, backend, context)
-    if streaming is None:
+    if memory.recompute_granularity is None:
         return ModuleSpec(module=TransformerLayer, submodules=submodules)
+    streaming = streaming_context(
+        config.num_layers, memory, context.workspace, arena, ends_on_host=ends_on_host
+    )
     return ModuleSpec(
         module=StreamedTransformerLayer, params={"streaming": streaming}, submodules=submodules
     )

@@ -16,12 +16,7 @@ from megatron_untied.backends import choose_backend
 from megatron_untied.config import MemoryConfig, ParallelConfig, Precision
 from megatron_untied.context_parallel.kernels import CpuFlash, Segments
 from megatron_untied.context_parallel.sequence import SequenceInfo
-from megatron_untied.model import (
-    attention_context,
-    layer_spec,
-    streaming_context,
-    transformer_config,
-)
+from megatron_untied.model import attention_context, layer_spec, transformer_config
 from megatron_untied.platform.device import current_device
 from megatron_untied.streaming.host_arena import HostArena
 from tests.support.ranks import run_on_ranks
@@ -80,8 +75,7 @@ def float64_layer(parallel, memory):
     parts = attention_context(CONFIG, parallel, groups, CpuFlash())
     backend = choose_backend("local", "RMSNorm")
     arena = HostArena.for_device(current_device())
-    streaming = streaming_context(config.num_layers, memory, parts.workspace, arena)
-    spec = layer_spec(config, backend, parts, streaming)
+    spec = layer_spec(config, backend, parts, memory, arena)
     layer = build_module(spec, config=config, layer_number=1, pg_collection=groups)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, mean=0.1, std=0.4)

@@ -135,7 +135,7 @@ class StreamedTransformerLayer(TransformerLayer):
             )
         store, index = self.streaming.store, self.layer_number - 1
         if store.policy.park and not Rows.of(hidden_states).is_on_host:
-            hidden_states = _Move.apply(hidden_states, store, True)
+            hidden_states = MoveResidual.apply(hidden_states, store, True)
         sequence, group = SequenceInfo.from_slot(packed_seq_params), None
         # Inside a Function's forward grad mode is off, so it is tested here: without a backward
         # nothing may be saved.
@@ -144,7 +144,7 @@ class StreamedTransformerLayer(TransformerLayer):
         out = _StreamedLayer.apply(hidden_states, self, sequence, group, *self.parameters())
         is_last = index + 1 == len(store.policy.layers)
         if store.policy.park and is_last and not self.streaming.ends_on_host:
-            out = _Move.apply(out, store, False)
+            out = MoveResidual.apply(out, store, False)
         return out, None
 
     def tiles(self, num_local: int) -> list[Tile]:
@@ -154,16 +154,18 @@ class StreamedTransformerLayer(TransformerLayer):
         return tiles_of(num_local, self.streaming.tile_size, gathered)
 
 
-class _Move(torch.autograd.Function):
+class MoveResidual(torch.autograd.Function):
     """A residual to the host, and in backward its gradient back; or the other way round."""
 
     @staticmethod
     def forward(ctx, x: Tensor, store: ActivationStore, to_host: bool) -> Tensor:
+        """[n, b, m] -> the same; on the host it is a stand-in."""
         ctx.store, ctx.to_host = store, to_host
         return store.move(x, to_host=to_host)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
+        """The gradient, where ``x`` was."""
         return ctx.store.move(gradient, to_host=not ctx.to_host), None, None
 
 

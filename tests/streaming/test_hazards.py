@@ -104,12 +104,19 @@ def test_a_forward_without_grad_keeps_nothing(memory):
     run_on_ranks(check_no_grad, 1, memory)
 
 
+def logits_and_gradient(model, tokens):
+    logits = model(tokens)
+    logits.square().mean().backward()
+    return logits.detach(), model.embedding.word_embeddings.weight.grad
+
+
 def check_logits(group):
     data = batch(tiny(), 24, 1)
-    expected, found = (
-        make_model(memory=memory)(data["tokens"]).detach() for memory in (None, PARKED)
+    (expected, gradient), (found, parked_gradient) = (
+        logits_and_gradient(make_model(memory=memory), data["tokens"]) for memory in (None, PARKED)
     )
     assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(parked_gradient, gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_logits_of_a_residual_on_the_host():

@@ -57,7 +57,10 @@ def datasets_provider(config, start: Progress) -> Datasets:
     """Samples of ``--data-path`` or ``--mock-data`` for a whole run that begins at ``start``."""
     data = config.data
     tokenizer = build_tokenizer(
-        data.tokenizer_type, model=data.tokenizer_model, vocab_size=data.vocab_size
+        data.tokenizer_type,
+        model=data.tokenizer_model,
+        vocab_size=data.vocab_size,
+        parse_special_tokens=data.sft,  # those that a chat template writes
     )
     return build_datasets(
         data,

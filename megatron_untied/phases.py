@@ -59,6 +59,7 @@ class MemoryCategory(StrEnum):
     LOGITS = "logits"
     INPUTS = "batch and rotary table"
     LOADER = "data loader"
+    CHECKPOINT = "checkpoint being written"
 
 
 class AllocationObserver(TorchDispatchMode):

@@ -101,12 +101,20 @@ class StepProgress:
         self._record = record
         self._last = self._reached = StepPosition()
         self._pending: deque[tuple[Any, StepPosition]] = deque()  # recorded, not completed
+        self.on_enter: Callable[[int], None] | None = None
+        """Called in the training thread where a phase or chunk begins, with the number of the mark.
+        That number is the same on all ranks. It may raise, which abandons the step there."""
         self._reading = threading.Lock()  # the heartbeat and signal threads both read
         self.began = time.monotonic()
         """Start of the step on the monotonic clock, in seconds."""
         self.profiling = False
         """Whether phases and chunks are ranges of PyTorch's profiler; an unused range costs 10 us.
         """
+
+    @property
+    def marks(self) -> int:
+        """Number of the training thread's last mark; for any thread."""
+        return self._last.marks
 
     @property
     def current_phase(self) -> str:
@@ -150,6 +158,8 @@ class StepProgress:
             chunk=None,
             num_layers=num_layers,
         )
+        if self.on_enter is not None:
+            self.on_enter(self._last.marks)
         with self._range():
             yield  # no try: after an error the position stays here, which is what to report
         self._mark(
@@ -211,6 +221,8 @@ class LayerProgress:
         self.step._mark_next(
             layer=self.layer, chunk=index, num_layers=self.num_layers, num_chunks=self.num_chunks
         )
+        if self.step.on_enter is not None:
+            self.step.on_enter(self.step.marks)
         with self.step._range():
             yield
         last = self.step._last

@@ -38,6 +38,12 @@ OWN = {
     "--park-during-attention",
     "--heartbeat-seconds",
     "--metrics-jsonl",
+    "--loss-on",
+    "--long-samples",
+    "--loss-weighting",
+    "--save-on-signal-now",
+    "--no-exit-on-failed-save",
+    "--most-recent-k",
 }
 
 

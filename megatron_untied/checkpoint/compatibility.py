@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_untied.checkpoint.directory import require_content
+from megatron_untied.checkpoint.checksums import Checksums
+from megatron_untied.checkpoint.directory import damaged, require_content
 from megatron_untied.config import ModelConfig
 from megatron_untied.config.flag_names import flag_of
 from megatron_untied.config.problems import first_few
@@ -80,10 +81,13 @@ class TensorFiles:
         """Read the index of a checkpoint.
 
         Raises:
-            ValueError: the index or one of the files is missing, cut off or a Git LFS pointer.
+            ValueError: the index or one of the files is missing, cut off or a Git LFS pointer, or
+                the index has changed since it was saved.
         """
         if (folder / ".metadata").is_file():
             require_content(folder / ".metadata")
+        if checksums := Checksums.read(folder):  # before the index is unpickled
+            checksums.require_small_file(".metadata")
         try:
             index = dcp.FileSystemReader(folder).read_metadata()
         except Exception as error:  # a damaged pickle can raise any exception
@@ -171,11 +175,6 @@ def _differing(fields: Iterable[str], stored: ModelConfig, here: ModelConfig) ->
         if field == "window_size":  # as the flag counts: without the query itself
             before, now = ("unlimited" if n is None else f"{n - 1},0" for n in (before, now))
         yield f"{flag_of(f'model.{field}')}: {before}, here {now}"
-
-
-def damaged(folder: Path, what: str) -> str:
-    """The message for a checkpoint that cannot be read, with the remedy."""
-    return f"{folder} is not a whole checkpoint: {what}. Choose another with --ckpt-step."
 
 
 NOT_IN_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")

@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from megatron_untied.config.problems import first_few
+
 TRACKER = "latest_checkpointed_iteration.txt"
 INCOMPLETE = ".incomplete"
 REPLACED = ".replaced"
@@ -44,7 +46,7 @@ def find_checkpoint(directory: Path, iteration: int | None = None) -> Path | Non
     if iteration is None:
         source = str(directory / TRACKER)
         if (iteration := latest_iteration(directory)) is None:
-            if _iterations(directory):
+            if iterations(directory):
                 raise ValueError(
                     f"{directory} has no {TRACKER} to name the latest checkpoint; "
                     f"{_available(directory)}"
@@ -129,6 +131,29 @@ def start(directory: Path, iteration: int, run_id: str | None = None) -> None:
     staging_folder(directory, iteration, run_id).mkdir()
 
 
+def discard(directory: Path, iteration: int, run_id: str | None = None) -> None:
+    """Delete the staging folder of a save that failed, and give its space back, if possible."""
+    shutil.rmtree(staging_folder(directory, iteration, run_id), ignore_errors=True)
+
+
+def describe_skipped(directory: Path) -> list[str]:
+    """Lines about what is in ``directory`` and is not loaded, although it is later than what is."""
+    lines = []
+    if partial := sorted(path.name for path in directory.glob(f"iter_*{INCOMPLETE}")):
+        lines.append(
+            f"{directory}: {first_few(partial, 3)} was not saved completely, and is skipped"
+        )
+    latest = latest_iteration(directory)
+    # Left by a crash or a full disk before the tracker was written, or by --ckpt-step.
+    later = [found for found in iterations(directory) if latest is not None and found > latest]
+    if later:
+        lines.append(
+            f"{directory}: {TRACKER} names iteration {latest}, so {first_few(map(str, later), 3)} "
+            f"is skipped; --ckpt-step {later[-1]} loads it"
+        )
+    return lines
+
+
 def checkpoint_names(directory: Path) -> list[str]:
     """Names in ``directory`` of checkpoints and of the tracker, whichever run wrote them."""
     folders = (path.name for path in directory.glob("iter_*"))
@@ -169,11 +194,15 @@ def retire(folder: Path, run_id: str | None = None) -> None:
 def write_durably(path: Path, data: bytes) -> None:
     """Write a file atomically: after a crash it is complete or absent, never partial."""
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())  # before the rename, which may reach the disk before the content
-    partial.replace(path)  # atomic within a file system
+    try:
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # before the rename, which may reach the disk earlier
+        partial.replace(path)  # atomic within a file system
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     flush_folder(path.parent)
 
 
@@ -224,6 +253,13 @@ def require_content(path: Path) -> None:
         )
 
 
+def damaged(folder: Path, what: str, *, also: str = "") -> str:
+    """The message for a checkpoint that cannot be used, with the remedy; ``also`` is another."""
+    return f"{folder} is not a whole checkpoint: {what}. Choose another with --ckpt-step" + (
+        f", or {also}." if also else "."
+    )
+
+
 def flush_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk: fsync of a file leaves out its name."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -243,14 +279,15 @@ def _require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _iterations(directory: Path) -> list[int]:
+def iterations(directory: Path) -> list[int]:
+    """Iterations of the complete checkpoints in ``directory``, ascending."""
     names = (path.name.removeprefix("iter_") for path in directory.glob("iter_*"))
     return sorted(int(name) for name in names if name.isdigit())  # complete ones alone
 
 
 def _available(directory: Path) -> str:
-    iterations = _iterations(directory)
-    if not iterations:
+    found = iterations(directory)
+    if not found:
         return f"{directory} has no checkpoint at all"
-    listed = ", ".join(map(str, iterations))
-    return f"{directory} has {listed}: choose with --ckpt-step {iterations[-1]}"
+    listed = ", ".join(map(str, found))
+    return f"{directory} has {listed}: choose with --ckpt-step {found[-1]}"

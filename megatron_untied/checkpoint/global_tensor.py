@@ -5,17 +5,21 @@ A :class:`GlobalTensor` is one tensor of the whole model with this rank's slices
 DCP's planners, reader and writer to slices that are neither DTensors nor copied as a whole.
 """
 
+import io
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+    save_state_dict_async_plan,
+)
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -38,6 +42,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
+from megatron_untied.checkpoint.checksums import ChecksummedFile, Checksums, Part
+from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks
 from megatron_untied.sharding.parameter_layout import GlobalSlice
 from megatron_untied.sharding.tensor_slice import TensorSlice
 
@@ -106,23 +112,36 @@ def row_blocks(tensor_slice: TensorSlice) -> Iterator[TensorSlice]:
         yield TensorSlice((start + row, *tensor_slice.offsets[1:]), (rows, *tensor_slice.sizes[1:]))
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> None:
+def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> dict[Part, int]:
     """Write every rank's slices to the disk; collective over all ranks.
 
+    Returns:
+        The checksums of what this rank has written.
+
     Raises:
-        CheckpointException: on every rank, if any of them could not write, or if the slices of all
-            ranks do not make up the tensors.
+        OSError: on every rank, if any of them could not write.
+        CheckpointException: on every rank, if the slices of all ranks do not make up the tensors.
     """
     # The state dict is flat already, and its values are no tensors that torch could flatten.
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _with_or_without_ranks():
-        dcp.save(dict(tensors), storage_writer=SequentialWriter(folder), planner=planner)
+    writer = SequentialWriter(folder)
+    with _with_or_without_ranks(), _os_errors():
+        dcp.save(dict(tensors), storage_writer=writer, planner=planner)
+    return writer.checksums
 
 
 class TensorReader(dcp.FileSystemReader):
-    """Reads tensors of one checkpoint, all at once or in several calls that share one index."""
+    """Reads tensors of one checkpoint, all at once or in several calls that share one index.
+
+    Each slice is compared with its checksum, if the checkpoint has checksums.
+    """
 
     _index: Metadata | None = None
+
+    def __init__(self, folder: Path):
+        """Raises ``ChecksumError`` if the checksums themselves are damaged."""
+        super().__init__(folder)
+        self._checksums = Checksums.read(Path(folder))
 
     @override
     def read_metadata(self, *args, **kwargs) -> Metadata:
@@ -130,6 +149,16 @@ class TensorReader(dcp.FileSystemReader):
         if self._index is None:
             self._index = super().read_metadata(*args, **kwargs)
         return self._index
+
+    @override
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        if self._checksums is None:
+            return super()._slice_file(file, sinfo)
+        # One read, from which torch.load then takes the tensor: a slice at a time is in memory.
+        file.seek(sinfo.offset)
+        data = file.read(sinfo.length)
+        self._checksums.require(Part(sinfo.relative_path, sinfo.offset, len(data)), data)
+        return io.BytesIO(data)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor in the files."""
@@ -145,7 +174,8 @@ class TensorReader(dcp.FileSystemReader):
         ``advance`` is called with the bytes of each slice that has been filled.
 
         Raises:
-            CheckpointException: on every rank, if any of them could not read.
+            CheckpointException: on every rank, if any of them could not read, or read bytes that
+                have changed since they were saved.
         """
         with _with_or_without_ranks():
             dcp.load(dict(tensors), storage_reader=self, planner=_LoadPlanner(advance))
@@ -194,6 +224,18 @@ def _with_or_without_ranks() -> Iterator[None]:
             raise failure from error
 
 
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """Raise an ``OSError`` of a rank as such, with the number of that rank."""
+    try:
+        yield
+    except CheckpointException as error:
+        for rank, (failure, _) in sorted(error.failures.items()):
+            if isinstance(failure, OSError):
+                raise OSError(f"{failure} (rank {rank})") from error
+        raise
+
+
 class SequentialWriter(dcp.FileSystemWriter):
     """Obtains one tensor from the planner, writes it and releases it before the next.
 
@@ -202,27 +244,106 @@ class SequentialWriter(dcp.FileSystemWriter):
     are the same.
     """
 
+    checksums: dict[Part, int]
+    """Of the slices that this rank has written."""
+
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        with open(Path(self.path) / name, "wb") as file:
-            # In a function, whose return releases the tensor before the next one is resolved.
-            results = [_write(item, planner.resolve_data(item), file, name) for item in plan.items]
-            file.flush()
-            os.fsync(file.fileno())  # a checkpoint is published only when it is on the disk
         # DCP waits for a future; writing was synchronous, so it is complete.
         written: Future[list[WriteResult]] = Future()
-        written.set_result(results)
+        written.set_result(self._write_file(plan, planner.resolve_data))
         return written
 
+    def _write_file(
+        self, plan: SavePlan, resolve: Callable[[WriteItem], Tensor]
+    ) -> list[WriteResult]:
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        with open(Path(self.path) / name, "wb") as file:
+            summed = ChecksummedFile(file)
+            # In a function, whose return releases the tensor before the next one is resolved.
+            results = [_write(item, resolve(item), summed, name) for item in plan.items]
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint is published only when it is on the disk
+        self.checksums = summed.parts
+        return results
 
-def _write(item: WriteItem, tensor: Tensor, file: BinaryIO, name: str) -> WriteResult:
-    start = file.tell()
+
+class StagingWriter(SequentialWriter):
+    """Copies what this rank will write to the host, and writes the copies later.
+
+    ``prepare_write_data`` is what megatron-core's planning of asynchronous saves calls. The files
+    are those of :class:`SequentialWriter`.
+    """
+
+    results: list[WriteResult]
+    """What :meth:`write` has written."""
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Copy every slice of ``plan``, in pageable memory; returns when the copies are there."""
+        self._plan = plan
+        self._staged = {
+            item.index: planner.resolve_data(item).detach().to("cpu", copy=True)
+            for item in plan.items
+        }
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the copies that are not written yet."""
+        return sum(copy.nbytes for copy in self._staged.values())
+
+    def write(self) -> None:
+        """Write the file and release each copy after it is written; for any thread."""
+        self.results = self._write_file(self._plan, lambda item: self._staged.pop(item.index))
+
+
+class StagedTensors:
+    """Tensors that were copied to the host, to be written while training goes on.
+
+    In the order: construct and :meth:`finish` in the training thread of all ranks, and between them
+    ``writer.write()`` in any thread.
+    """
+
+    def __init__(self, folder: Path, tensors: Mapping[str, GlobalTensor]):
+        """Agree on who writes what, and copy this rank's part; collective over all ranks.
+
+        Raises:
+            CheckpointException: on every rank, if the slices of all ranks do not make up the
+                tensors.
+        """
+        self.writer = StagingWriter(folder)
+        planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planned, *_ = save_state_dict_async_plan(dict(tensors), self.writer, planner=planner)
+        _, self._index, self._ranks = planned
+
+    def finish(self) -> dict[Part, int]:
+        """Write the index after all ranks have written their files; collective over them.
+
+        Returns:
+            The checksums of what this rank has written.
+
+        Raises:
+            OSError: on every rank, if rank 0 could not write.
+        """
+        # Not megatron-core's save_state_dict_async_finalize: if rank 0 cannot write the index, the
+        # other ranks wait there for its answer.
+        results = self._ranks.gather_object(self.writer.results)
+        raise_on_all_ranks(
+            lambda: self._ranks.is_coordinator and self.writer.finish(self._index, results)
+        )
+        return self.writer.checksums
+
+
+def _write(item: WriteItem, tensor: Tensor, file: ChecksummedFile, name: str) -> WriteResult:
     tensor = tensor.detach().cpu()  # blocks until the copy has arrived; no copy of a host tensor
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()  # torch.save writes the whole storage, here of a view
-    torch.save(tensor, file)
-    length = file.tell() - start
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:
+        raise file.failure or error from error
+    part = file.end_part(name)
     return WriteResult(
-        index=item.index, size_in_bytes=length, storage_data=_StorageInfo(name, start, length)
+        index=item.index,
+        size_in_bytes=part.num_bytes,
+        storage_data=_StorageInfo(name, part.offset, part.num_bytes),
     )

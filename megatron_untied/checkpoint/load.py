@@ -8,17 +8,19 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_untied.checkpoint.checksums import CHECKSUMS, ChecksumError, Checksums
 from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks, same_on_all_ranks
 from megatron_untied.checkpoint.compatibility import (
     TensorFiles,
     changed_settings,
-    damaged,
     require_same_schedule,
     require_same_structure,
     resume_schedule,
 )
+from megatron_untied.checkpoint.directory import damaged, describe_skipped
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, TensorReader
 from megatron_untied.checkpoint.random_state import (
+    PREFIX,
     load_random_state,
     read_random_state,
     seed_generators,
@@ -72,6 +74,10 @@ def load_checkpoint(
         return start.progress
     with_optimizer = _with_optimizer(config, state)
     stored = raise_on_all_ranks(lambda: _check(folder, config, state, with_optimizer))
+    # By rank 0 alone: other runs may be saving there, so the ranks may see different folders.
+    if config.ckpt_step is None and dist.get_rank() == 0:
+        for line in describe_skipped(Path(config.load)):
+            logger.warning(line)
     for note in start.notes:
         log_single_rank(logger, logging.WARNING, note)
     tensors = {}
@@ -86,6 +92,8 @@ def load_checkpoint(
         TensorReader(folder).read(tensors, advance)
     except CheckpointException as error:  # on all ranks, for an error on any of them
         failure, _ = next(iter(error.failures.values()))
+        if isinstance(failure, ChecksumError):
+            raise ValueError(str(failure)) from error
         reason = f"{type(failure).__name__} where its tensors are read"
         raise ValueError(damaged(folder, reason)) from error
     if with_optimizer:
@@ -157,6 +165,15 @@ def _check(
         log_single_rank(logger, logging.WARNING, warning)
     if config.load_rng and stored.ranks == RankLayout.of(state.groups):
         read_random_state(folder, dist.get_rank())  # to fail now, not after the weights are read
+    checksums = Checksums.read(folder)
+    if checksums is None:
+        log = f"{folder} has no {CHECKSUMS}: changes since it was saved go unnoticed"
+        log_single_rank(logger, logging.WARNING, log)
+    elif config.load_rng and not config.finetune:
+        # Tens of KB for each rank that saved, so the ranks here share the files.
+        states = sorted({part.file for part in checksums.parts if part.file.startswith(PREFIX)})
+        for name in states[dist.get_rank() :: dist.get_world_size()]:
+            checksums.require_small_file(name)
     return stored
 
 

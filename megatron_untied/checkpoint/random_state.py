@@ -9,14 +9,16 @@ import numpy
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
+from megatron_untied.checkpoint.checksums import Part, whole_file
 from megatron_untied.checkpoint.directory import require_content, write_durably
 
-FILE = "random_{rank:05d}.pt"
+PREFIX = "random_"
+FILE = PREFIX + "{rank:05d}.pt"
 """Name of the file with the generators of a rank, in the checkpoint's folder."""
 
 
-def save_random_state(folder: Path, rank: int) -> None:
-    """Write the states of this rank's generators to a file of its own."""
+def save_random_state(folder: Path, rank: int) -> dict[Part, int]:
+    """Write the states of this rank's generators to a file of its own; returns its checksum."""
     kind, keys, *rest = numpy.random.get_state()
     state = {
         "python": random.getstate(),
@@ -29,7 +31,9 @@ def save_random_state(folder: Path, rank: int) -> None:
     }
     buffer = io.BytesIO()  # tens of KB; write_durably takes bytes
     torch.save(state, buffer)
-    write_durably(folder / FILE.format(rank=rank), buffer.getvalue())
+    path = folder / FILE.format(rank=rank)
+    write_durably(path, buffer.getvalue())
+    return whole_file(path, buffer.getvalue())
 
 
 def read_random_state(folder: Path, rank: int) -> dict[str, Any]:

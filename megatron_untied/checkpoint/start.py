@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_untied.checkpoint import directory as disk
+from megatron_untied.checkpoint.checksums import Checksums
 from megatron_untied.checkpoint.run_config import (
+    RUN_CONFIG,
     Provenance,
     Samples,
     differences,
     read_provenance,
 )
-from megatron_untied.checkpoint.state import Progress, StoredState
+from megatron_untied.checkpoint.state import STATE, Progress, StoredState
 from megatron_untied.config.checkpoint import CheckpointConfig
 from megatron_untied.config.problems import first_few
 
@@ -86,6 +88,9 @@ def find_start(
 def _start_from(
     folder: Path, config: CheckpointConfig, samples: Samples | None, loads_own_folder: bool
 ) -> Start:
+    if checksums := Checksums.read(folder):
+        for name in (STATE, RUN_CONFIG):
+            checksums.require_small_file(name)
     stored = read_provenance(folder)
     # The run id decides which checkpoints may be replaced or deleted, so only a restart keeps it.
     same_run = loads_own_folder and not config.finetune

@@ -77,6 +77,9 @@ REQUIRED_FLAGS = {
     "yarn_mscale_all_dim": "yarn_mscale",
     "dataloader_inter_document_masking": "reset_position_ids",
     "document_boundaries": "reset_position_ids",
+    "loss_on": "sft",
+    "long_samples": "sft",
+    "loss_weighting": "sft",
     "recompute_method": "recompute_granularity",
     "recompute_num_layers": "recompute_granularity",
     "sequence_tile_size": "recompute_granularity",
@@ -88,7 +91,11 @@ REQUIRED_FLAGS = {
     "use_pytorch_profiler": "profile",
     "save_interval": "save",
     "save_retain_interval": "save",
+    "most_recent_k": "save",
+    "save_on_signal_now": "exit_signal_handler",
     "save_into_existing": "save",
+    "exit_on_failed_save": "save",
+    "async_save": "save",
     "ckpt_step": "load",
     "finetune": "load",
     "exit_on_missing_checkpoint": "load",
@@ -122,6 +129,8 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
     # Before building any part, whose arithmetic needs these.
     _require(values, "seq_length", "micro_batch_size", "train_iters", "lr", "tokenizer_type")
     check_split(values["split"])
+    if values["sft"]:  # chats in a sample do not see each other
+        values |= {"reset_position_ids": True, "dataloader_inter_document_masking": True}
     data = _take(
         DataConfig,
         values,

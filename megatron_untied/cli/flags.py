@@ -21,7 +21,13 @@ from megatron_untied.cli.flag_values import (
     tokens,
     window,
 )
-from megatron_untied.config.data import DOCUMENT_BOUNDARIES, TOKENIZER_TYPES
+from megatron_untied.config.data import (
+    DOCUMENT_BOUNDARIES,
+    TOKENIZER_TYPES,
+    LongSamples,
+    LossOn,
+    LossWeighting,
+)
 from megatron_untied.config.run import ATTENTION_BACKENDS, TransformerImpl
 from megatron_untied.presets import preset_names
 
@@ -325,6 +331,28 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             help="documents from the .idx file, or ended by every end-of-document token",
         ),
         switch("--eod-mask-loss", "exclude end-of-document inputs from the loss"),
+        switch(
+            "--sft",
+            "fine-tune on the chats in --data-path: JSON lines, Parquet, Arrow, or a saved dataset",
+        ),
+        flag(
+            "--loss-on",
+            default="completion",
+            choices=get_args(LossOn),
+            help="sft: completions (turns of the assistant), prompts (all else), or all tokens",
+        ),
+        flag(
+            "--long-samples",
+            default="error",
+            choices=get_args(LongSamples),
+            help="sft: chats that are longer than --seq-length",
+        ),
+        flag(
+            "--loss-weighting",
+            default="token",
+            choices=get_args(LossWeighting),
+            help="sft: trained tokens have equal weights, or chats have",
+        ),
     ),
     "loop": (
         flag("--train-iters", count, help="optimizer steps"),
@@ -339,6 +367,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         switch("--exit-signal-handler", "finish the step, save and exit on SIGTERM or SIGHUP"),
         switch(
+            "--save-on-signal-now",
+            "with --exit-signal-handler: drop the step in flight and save the state before it",
+        ),
+        switch(
             "--no-check-for-nan-in-loss-and-grad",
             "continue after a loss or gradient that is not finite",
             off="check_for_nan",
@@ -347,6 +379,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "checkpoint": (
         flag("--save", help="folder to save to"),
         flag("--save-interval", count, help="iterations between checkpoints"),
+        switch(
+            "--async-save",
+            "write checkpoints while training goes on, from a copy in host memory",
+        ),
+        switch(
+            "--no-exit-on-failed-save",
+            "warn if a checkpoint cannot be written, and train on until the next one",
+            off="exit_on_failed_save",
+        ),
         switch(
             "--save-into-existing",
             "allow --save to have checkpoints of another run; they are not deleted",
@@ -357,6 +398,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--save-retain-interval",
             count,
             help="delete older checkpoints of this run, except multiples of this",
+        ),
+        flag(
+            "--most-recent-k",
+            count,
+            metavar="K",
+            help="keep the last K checkpoints of this run, and multiples of --save-retain-interval",
         ),
         switch("--finetune", "load the weights only and start at iteration 0"),
         switch("--no-load-optim", "do not load the optimizer states", off="load_optim"),
@@ -421,10 +468,8 @@ SWITCHES = frozenset(
 NOT_YET: dict[str, str] = {
     # Planned features.
     "--verify-recompute": "recomputed values are not compared with saved ones yet",
-    "--sft": "there is no fine-tuning dataset yet",
     "--seq-length-schedule": "the sequence length is constant",
     "--attention-backend unfused": "use local, attention by matrix products",
-    "--async-save": "checkpointing is synchronous",
     # Megatron's flags for features that the design excludes.
     "--pipeline-model-parallel-size": "not implemented; use tensor, context and data parallelism",
     "--expert-model-parallel-size": "there are no mixture-of-experts layers",

@@ -10,11 +10,18 @@ class CheckpointConfig:
     save: str | None = None  # folder of all checkpoints of a run
     save_interval: int | None = None
     """Iterations between checkpoints; None saves only at the end."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, from a copy of the state on the host."""
+    exit_on_failed_save: bool = True
+    """Stop when a checkpoint cannot be written, instead of training on until the next one."""
     save_into_existing: bool = False
     """Allow saving into a folder with checkpoints of another run."""
     save_retain_interval: int | None = None
     """Delete a checkpoint of this run once there is a later one, unless its iteration is a multiple
     of this; None keeps all."""
+    most_recent_k: int | None = None
+    """Keep so many of the last checkpoints of this run, and those that ``save_retain_interval``
+    retains; None is 1 with that flag, and otherwise all."""
     load: str | None = None  # such a folder too
     ckpt_step: int | None = None
     """Iteration to load; None is the one named by ``latest_checkpointed_iteration.txt``."""

@@ -14,6 +14,10 @@ TOKENIZER_TYPES: tuple[str, ...] = get_args(TokenizerType)
 DocumentBoundaries = Literal["idx", "eod"]
 DOCUMENT_BOUNDARIES: tuple[str, ...] = get_args(DocumentBoundaries)
 
+LossOn = Literal["completion", "prompt", "all"]
+LongSamples = Literal["error", "drop", "truncate"]
+LossWeighting = Literal["token", "sample"]
+
 SPLIT_NAMES = ("train", "valid", "test")
 
 
@@ -46,9 +50,20 @@ class DataConfig:
     """No loss where the input is the end-of-document token, as it predicts nothing."""
     dataloader_inter_document_masking: bool = False
     """Restrict attention to tokens of the same document."""
+    sft: bool = False
+    """``data_path`` names files of chats: tokenized by the chat template and packed, with positions
+    and attention of their own."""
+    loss_on: LossOn = "completion"
+    """The tokens of a chat that are trained on; completions are the turns of the assistant."""
+    long_samples: LongSamples = "error"
+    """What happens to chats of more than ``seq_length`` + 1 tokens."""
+    loss_weighting: LossWeighting = "token"
+    """Whether trained tokens or chats have equal weights."""
 
     def __post_init__(self) -> None:
         # Here and not in validate.py: other tools build a DataConfig without a whole run.
+        if self.sft:
+            self._check_sft()
         if self.mock_data == bool(self.data_path):
             raise ValueError(
                 "give either --data-path or --mock-data, "
@@ -56,6 +71,20 @@ class DataConfig:
             )
         if self.num_workers < 0:
             raise ValueError(f"--num-workers {self.num_workers} is negative; use 0 for no workers")
+
+    def _check_sft(self) -> None:
+        if self.mock_data:
+            raise ValueError("--sft reads chats from --data-path; leave out --mock-data")
+        if self.tokenizer_type != "HuggingFaceTokenizer":
+            raise ValueError(
+                f"--sft needs a chat template, which a {self.tokenizer_type} does not have; give "
+                "--tokenizer-type HuggingFaceTokenizer"
+            )
+        if self.eod_mask_loss or self.document_boundaries != "idx":
+            flag = "--eod-mask-loss" if self.eod_mask_loss else "--document-boundaries eod"
+            raise ValueError(f"{flag} has no effect with --sft, where chats are documents")
+        if parse_blend(self.data_path).weights:
+            raise ValueError("--sft reads every file once per epoch; give --data-path no weights")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ IRREGULAR_FLAGS = {
     "distributed.backend": "--distributed-backend",
     "distributed.timeout_minutes": "--distributed-timeout-minutes",
     "check_for_nan": "--no-check-for-nan-in-loss-and-grad",
+    "exit_on_failed_save": "--no-exit-on-failed-save",
     "load_optim": "--no-load-optim",
     "load_rng": "--no-load-rng",
     "override_opt_param_scheduler": "--override-opt_param-scheduler",  # Megatron mixes _ and -

@@ -119,6 +119,8 @@ class LoopConfig:
     exit_duration_in_mins: float | None = None
     exit_signal_handler: bool = False
     """Save and exit after the iteration during which SIGTERM or SIGHUP arrives."""
+    save_on_signal_now: bool = False
+    """Drop that iteration instead of finishing it, and save the state before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Builds the datasets of training, validation and test from packed documents."""
+"""Builds the datasets of training, validation and test from packed documents or chats."""
 
 import logging
 import socket
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from megatron_untied.checkpoint.collective_errors import gather_objects, raise_on_all_ranks
 from megatron_untied.config.data import SPLIT_NAMES, DataConfig, check_split, parse_blend
+from megatron_untied.data.chat_datasets import build_chat_datasets
 from megatron_untied.data.index_cache import in_turns
 from megatron_untied.data.indexed_files import (
     IndexedFiles,
@@ -41,6 +42,8 @@ class Datasets:
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
+    description: str | None = None
+    """A line for the log, if there is something to say."""
 
 
 def build_datasets(
@@ -57,7 +60,8 @@ def build_datasets(
     then read. Documents are shuffled by ``seed``, joined, cut into sequences of
     ``seq_length`` + 1 tokens overlapping by one, and the sequences shuffled; a split that is too
     short is read again in another order (:mod:`.sample_order`). A longer run begins
-    with the samples of a shorter one.
+    with the samples of a shorter one. With
+    ``sft`` the samples are of packed chats (:mod:`.chat_datasets`).
 
     Raises:
         FileNotFoundError: if token files are missing.
@@ -65,6 +69,11 @@ def build_datasets(
         ValueError: if files are damaged, do not fit the tokenizer or differ between nodes, or a
             split is too short. An error on one rank is raised on all.
     """
+    if data.sft:
+        datasets, description = build_chat_datasets(
+            data, tokenizer, seq_length=seq_length, num_samples=num_samples, seed=seed
+        )
+        return Datasets(**dict(zip(SPLIT_NAMES, datasets, strict=True)), description=description)
     blend, source = parse_blend(data.data_path), {}
     files = raise_on_all_ranks(lambda: _open_files(blend.prefixes, data, tokenizer))
     fingerprints = tuple(fingerprint_of(pair.lengths) for pair in files)

@@ -45,10 +45,11 @@ class Document:
     """A description of the first invalid text, all of which was replaced by U+FFFD."""
 
 
-def find_files(inputs: Sequence[str]) -> list[Path]:
+def find_files(inputs: Sequence[str], *, flag: str = "--input") -> list[Path]:
     """The files of paths, globs and folders, in their order; within each sorted by path.
 
-    Folders are searched recursively; hidden files and folders are skipped.
+    Folders are searched recursively; hidden files and folders are skipped. ``flag`` is the
+    name of ``inputs`` in messages.
 
     Raises:
         FileNotFoundError: if one of ``inputs`` names nothing.
@@ -61,11 +62,11 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
         # A pattern that ends in ** matches folders and the files in them.
         found = dict.fromkeys(file for match in matches for file in _files_at(Path(match)))
         if not found:
-            raise FileNotFoundError(f"--input {name}: no such file, and no file matches it")
+            raise FileNotFoundError(f"{flag} {name}: no such file, and no file matches it")
         for file in found:
             if file.suffix == ".idx" and file.with_suffix(".bin").is_file():
                 raise ValueError(
-                    f"--input {name} holds token files ({file}), which are no text; keep what is "
+                    f"{flag} {name} holds token files ({file}), which are no text; keep what is "
                     "tokenized and --output-prefix in different folders, or give a pattern such as "
                     f"{file.parent}/*.jsonl"
                 )
@@ -73,7 +74,7 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
             if first is not file:
                 also = "" if first == file else f", also as {first}"
                 raise ValueError(
-                    f"--input names {file} twice{also}, and its documents would count double; name "
+                    f"{flag} names {file} twice{also}, and its documents would count double; name "
                     "it once"
                 )
     return list(files.values())

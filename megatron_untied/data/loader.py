@@ -2,7 +2,8 @@
 
 Global batch k of size B holds samples kB .. (k+1)B - 1 for any number of ranks, so a resumed run
 continues at the number of samples it has consumed. Within it data-parallel ranks alternate by
-micro-batch. Tensor- and context-parallel ranks of one data-parallel rank read the same.
+micro-batch, or samples are dealt so that ranks have even attention work, if that is known. Tensor-
+and context-parallel ranks of one data-parallel rank read the same.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -30,13 +32,33 @@ class MicroBatchSampler:
     micro_batch_size: int
     data_parallel_rank: int
     data_parallel_size: int
+    global_batch_size: int = 0
+    """Used with ``attention_work``."""
+    attention_work: np.ndarray | None = None
+    """Of each sample; None for samples of equal work."""
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self.attention_work is not None:
+            yield from self._dealt()
         # From the samples over all ranks, so any other number of ranks continues at the same place.
         first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
         while True:
             yield [(first + i) % self.num_samples for i in range(self.micro_batch_size)]
             first += self.micro_batch_size * self.data_parallel_size
+
+    def _dealt(self) -> Iterator[list[int]]:
+        """Deal each global batch by falling work, back and forth over the ranks.
+
+        So ranks have neighbors in this order at one time, and even sums over all micro-batches.
+        """
+        first, b = self.consumed_samples, self.micro_batch_size
+        while True:
+            batch = np.arange(first, first + self.global_batch_size) % self.num_samples
+            by_work = batch[np.argsort(-self.attention_work[batch], kind="stable")]
+            rounds = by_work.reshape(-1, self.data_parallel_size)
+            rounds[1::2] = rounds[1::2, ::-1]
+            yield from rounds[:, self.data_parallel_rank].reshape(-1, b).tolist()
+            first += self.global_batch_size
 
 
 def micro_batches(
@@ -47,10 +69,12 @@ def micro_batches(
     data_parallel_rank: int,
     data_parallel_size: int,
     num_workers: int,
+    global_batch_size: int = 0,
 ) -> Iterator[dict[str, Tensor]]:
     """An endless iterator over this rank's micro-batches, dicts of host tensors [b, s].
 
-    A global batch is B / (b * data_parallel_size) of them. The order depends neither on
+    A global batch is B / (b * data_parallel_size) of them; B is needed for a dataset that has
+    ``attention_work``. The order depends neither on
     ``num_workers`` nor on interruptions of the run.
 
     Raises:
@@ -63,6 +87,8 @@ def micro_batches(
         micro_batch_size=micro_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
+        global_batch_size=global_batch_size,
+        attention_work=getattr(dataset, "attention_work", None),
     )
     loader = DataLoader(
         _Samples(dataset),

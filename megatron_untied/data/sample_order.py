@@ -15,6 +15,7 @@ from megatron.core.datasets import helpers
 
 from megatron_untied.checkpoint.run_config import Samples
 from megatron_untied.config.data import DataConfig, check_split, parse_blend
+from megatron_untied.data.chat_datasets import describe_chats
 from megatron_untied.data.indexed_files import fingerprint_of, open_indexed_files
 
 
@@ -94,7 +95,7 @@ def describe_samples(data: DataConfig, *, seq_length: int, seed: int) -> Samples
     Token files are identified by their documents, not by their paths, so they may be moved.
 
     Raises:
-        FileNotFoundError: token files are missing.
+        FileNotFoundError: files are missing.
         ValueError: they are damaged, or ``--data-path`` or ``--split`` is invalid.
     """
     order: dict[str, Any] = {"--seed": seed, "--seq-length": seq_length}
@@ -103,18 +104,9 @@ def describe_samples(data: DataConfig, *, seq_length: int, seed: int) -> Samples
     else:
         check_split(data.split)
         shares = [float(share) for share in data.split.split(",")]
-        blend, described = parse_blend(data.data_path), []
-        for index, prefix in enumerate(blend.prefixes):
-            files = open_indexed_files(prefix)
-            # Normalized: weights of 7 and 3 mix as 0.7 and 0.3 do.
-            share = blend.weights and f"{blend.weights[index] / sum(blend.weights):.6g} x "
-            described.append(
-                f"{share or ''}{len(files.lengths):,} documents, {len(files.tokens):,} tokens "
-                f"[{fingerprint_of(files.lengths)[:8]}]"
-            )
-        order["--data-path"] = "; ".join(described)
         # Only the training share: another validation share does not move training samples.
         order["--split"] = f"{shares[0] / sum(shares):.6g} of the documents"
+        order |= describe_chats(data) if data.sft else _describe_token_files(data)
     content = {
         "--tokenizer-type": data.tokenizer_type,
         "--reset-position-ids": data.reset_position_ids,
@@ -122,4 +114,19 @@ def describe_samples(data: DataConfig, *, seq_length: int, seed: int) -> Samples
         "--eod-mask-loss": data.eod_mask_loss,
         "--dataloader-inter-document-masking": data.dataloader_inter_document_masking,
     }
+    if data.sft:
+        content["--loss-weighting"] = data.loss_weighting
     return Samples(order=order, content=content)
+
+
+def _describe_token_files(data: DataConfig) -> dict[str, Any]:
+    blend, described = parse_blend(data.data_path), []
+    for index, prefix in enumerate(blend.prefixes):
+        files = open_indexed_files(prefix)
+        # Normalized: weights of 7 and 3 mix as 0.7 and 0.3 do.
+        share = blend.weights and f"{blend.weights[index] / sum(blend.weights):.6g} x "
+        described.append(
+            f"{share or ''}{len(files.lengths):,} documents, {len(files.tokens):,} tokens "
+            f"[{fingerprint_of(files.lengths)[:8]}]"
+        )
+    return {"--data-path": "; ".join(described)}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing.connection import Connection
+from typing import Protocol
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType
@@ -35,6 +36,16 @@ class EncodedDocument:
     """Bytes of its file that were not yet reported while it was encoded."""
     problem: str | None = None
     replaced: str | None = None
+
+
+class DocumentEncoder(Protocol):
+    """What :func:`encode_in_order` runs in its processes."""
+
+    def __call__(self, document: Document, advance: Advance = ...) -> EncodedDocument:
+        """The token ids of a document."""
+
+    def waits_for(self, document: Document) -> bool:
+        """Whether encoding it needs a warning."""
 
 
 class Encoder:
@@ -122,17 +133,22 @@ class Encoder:
 
 def encode_in_order(
     documents: Iterable[Document],
-    encode: Encoder,
+    encode: DocumentEncoder,
     *,
     num_workers: int,
     advance: Advance = lambda num_bytes: None,
 ) -> Iterator[EncodedDocument]:
     """Encode in ``num_workers`` processes, each with one batch at a time: memory is bounded.
 
+    With 0 of them this process encodes.
+
     Raises:
         ValueError: from reading a document.
         RuntimeError: if a process died.
     """
+    if not num_workers:
+        yield from map(encode, documents)
+        return
     workers = [_Worker(encode) for _ in range(num_workers)]
     busy: deque[_Worker] = deque()
     try:
@@ -159,7 +175,7 @@ def encode_in_order(
 class _Worker:
     """A process that answers each batch of documents with counts of bytes, then with their ids."""
 
-    def __init__(self, encode: Encoder):
+    def __init__(self, encode: DocumentEncoder):
         # A forked process has the tokenizer already: nothing to load or pickle.
         context = multiprocessing.get_context("fork")
         self.pipe, workers_end = context.Pipe()
@@ -188,7 +204,7 @@ class _Worker:
         self.pipe.close()
 
 
-def _serve(pipe: Connection, parents_end: Connection, encode: Encoder) -> None:
+def _serve(pipe: Connection, parents_end: Connection, encode: DocumentEncoder) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides what a signal ends
         signal.signal(number, signal.SIG_IGN)
     parents_end.close()  # or this process would outlive a parent that is killed

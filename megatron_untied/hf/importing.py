@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from megatron_untied.checkpoint import Progress, Provenance
 from megatron_untied.checkpoint import directory as disk
+from megatron_untied.checkpoint.checksums import write_checksums
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, row_blocks, write_tensors
 from megatron_untied.checkpoint.run_config import write_run_config
 from megatron_untied.checkpoint.state import StoredState
@@ -112,9 +113,10 @@ class Import:
         disk.start(*own)
         state = StoredState(progress=Progress(), ranks=None, optimizer_step=None, scheduler=None)
         try:
-            write_tensors(staging, self._tensors(advance))  # reads each block when it is written
+            parts = write_tensors(staging, self._tensors(advance))  # reads each block to write it
             state.write(staging)
             write_run_config(staging, self.model, None, provenance)
+            write_checksums(staging, parts)
             copied = copy_small_files(self.folder, save / FOLDER, config=True)
             disk.publish(*own)  # last: from here on the checkpoint exists
         except BaseException:  # no later import has this id, so none would delete the folder

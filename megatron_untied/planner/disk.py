@@ -47,11 +47,11 @@ class Disk:
             saved = sorted({*range(first, last + 1, interval), last})
         # Checkpoints that are not retained are deleted when a later one is complete, so while the
         # last one is written the one before it is still there.
-        retain = checkpoint.save_retain_interval
+        retain, recent = checkpoint.save_retain_interval, checkpoint.most_recent_k
         num_kept, num_at_most = (
-            sum(not retain or iteration % retain == 0 for iteration in saved[:-newest])
+            sum(iteration % retain == 0 if retain else not recent for iteration in saved[:-newest])
             + len(saved[-newest:])
-            for newest in (1, 2)
+            for newest in ((recent or 1), (recent or 1) + 1)
         )
         num_bytes = _PARAMETER_BYTES * num_parameters(config.model) + _RANK_BYTES * world_size
         return cls(

@@ -73,9 +73,9 @@ class Plan:
         kept = 0
         if geometry.is_streamed:
             kept = max(memory_plan(geometry, i).host_bytes() for i in distinct_ranks(geometry))
-        return ShardedWeights.of(geometry).on_host() + Bytes(
-            {MemoryCategory.LOADER: loader, MemoryCategory.KEPT: kept}
-        )
+        weights = ShardedWeights.of(geometry)
+        loaded_and_kept = Bytes({MemoryCategory.LOADER: loader, MemoryCategory.KEPT: kept})
+        return weights.on_host() + weights.staged_for_checkpoint() + loaded_and_kept
 
     @cached_property
     def time(self) -> StepTime:

@@ -161,6 +161,20 @@ class ShardedWeights:
         gradients = self._row_bytes(*self.units.all)
         return self.at_rest() + Bytes({MemoryCategory.GRADIENTS: gradients})
 
+    def staged_for_checkpoint(self) -> Bytes:
+        """The copy of weights and moments that ``--async-save`` writes, on the host.
+
+        Each element is written once, in fp32, by one of the ranks that hold it.
+        """
+        checkpoint = self.geometry.config.checkpoint
+        if not (checkpoint.async_save and checkpoint.save):
+            return Bytes()
+        if self.is_full:
+            num_bytes = 3 * self._row_bytes(*self.units.all)
+        else:
+            num_bytes = -(-3 * _FP32 * self.units.numel // self.geometry.num_sharding)
+        return Bytes({MemoryCategory.CHECKPOINT: num_bytes})
+
     def gradients(self, num_layers_done: int | None) -> Bytes:
         """Sharded gradients at rest: of the output and of so many layers; None is all."""
         if not self.is_full or self.is_on_host:

@@ -5,6 +5,7 @@ kernel of a long step, that may be hours later. The C part of the handler writes
 signal to a socket at once, and a thread reads it there.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_untied.config.run import LoopConfig, RunConfig
 from megatron_untied.platform import device
-from megatron_untied.step_progress import StepPosition
+from megatron_untied.step_progress import StepPosition, StepProgress
 from megatron_untied.training.initialize import Launch
 from megatron_untied.training.liveness import Heartbeat
 from megatron_untied.training.reporting import Reporter
@@ -32,6 +33,61 @@ LISTEN_SECONDS = 1.0
 """How often rank 0 checks the store for signals of other ranks."""
 UNWIND_SECONDS = 5.0
 """How long the training thread may take to unwind and close its files before ``os._exit``."""
+
+
+class StepDropped(Exception):
+    """All ranks have abandoned a step at the same point; weights and moments are as before it."""
+
+
+class StepDrop:
+    """Lets all ranks abandon the step in flight at one mark of their :class:`StepProgress`.
+
+    Without a signal it costs one comparison per mark. After :meth:`request` on any rank, the signal
+    thread of each rank holds its training thread at the next mark and publishes the last one. The
+    training threads stop at the first mark after all of those, so every collective that one rank
+    has begun is completed by all. Publishing never waits for a training thread, which may be in a
+    collective with one that is held.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        progress: StepProgress,
+        timeout: timedelta,
+    ):
+        """``store``: for the signal thread alone. ``timeout``: of a collective."""
+        self._store, self._progress, self._timeout = store, progress, timeout
+        self._keys = [f"mark of {each}" for each in range(world_size)]
+        self._own = self._keys[rank]
+        self._holds, self._agreed = False, threading.Event()
+        self._last_mark = 0  # of all ranks; valid once agreed
+        progress.on_enter = self._on_enter
+
+    def request(self) -> None:
+        """Ask all ranks to drop the step; for the signal thread."""
+        self._store.set("drop", "")
+
+    def poll(self) -> None:
+        """Take part in the agreement, if any rank has asked for it; for the signal thread."""
+        if self._agreed.is_set() or not self._store.check(["drop"]):
+            return
+        if not self._holds:
+            # In this order: a mark that the training thread passes unheld is in what is read next.
+            self._holds = True
+            self._store.set(self._own, str(self._progress.marks))
+        if self._store.check(self._keys):
+            self._last_mark = max(int(mark) for mark in self._store.multi_get(self._keys))
+            self._agreed.set()
+
+    def _on_enter(self, mark: int) -> None:
+        if not self._holds:
+            return
+        if not self._agreed.wait(self._timeout.total_seconds()):
+            raise RuntimeError("timed out: not all ranks answered that the step is to be dropped")
+        if mark > self._last_mark:
+            raise StepDropped
 
 
 class SignalWatch:
@@ -50,6 +106,7 @@ class SignalWatch:
         *,
         advice: Callable[[], str],
         announce: Callable[[str], None] | None = None,
+        drop: StepDrop | None = None,
     ):
         """Prepare the handlers.
 
@@ -58,9 +115,10 @@ class SignalWatch:
             rank: of this process.
             advice: returns the text after "SIGINT received on rank 0: exiting now; ".
             announce: called on rank 0, in another thread, with "SIGTERM received on rank 1".
+            drop: drops the step in flight at a postponed signal; None finishes it.
         """
         self._store, self._rank = store, rank
-        self._advice, self._announce = advice, announce
+        self._advice, self._announce, self._drop = advice, announce, drop
         # SIGINT is never postponed: at a terminal, a step of hours is too long to wait for.
         self._postponable = () if announce is None else (signal.SIGTERM, signal.SIGHUP)
         self._announced = False
@@ -102,8 +160,9 @@ class SignalWatch:
 
     def _run(self) -> None:
         while True:
-            listens = self._rank == 0 and self._announce is not None and not self._announced
-            # Rank 0 wakes up to look into the store; the others sleep until a signal.
+            announces = self._rank == 0 and self._announce is not None and not self._announced
+            listens = announces or self._drop is not None
+            # These wake up to look into the store; the other ranks sleep until a signal.
             ready, _, _ = select([self._reader], [], [], LISTEN_SECONDS if listens else None)
             numbers = self._reader.recv(64) if ready else b""  # one byte per signal
             if ready and not numbers:  # the writer was shut down
@@ -112,13 +171,19 @@ class SignalWatch:
             # too.
             for number in sorted(set(numbers) & set(self._previous)):
                 self._handle(number)
-            if listens:
+            if announces:
                 self._announce_of_any_rank()
+            if self._drop is not None:
+                with contextlib.suppress(dist.DistError):  # the next collective reports that
+                    self._drop.poll()
 
     def _handle(self, number: int) -> None:
         if number in self._postponable:
             self.postponed = number
             self._first("postponed", number)
+            if self._drop is not None:
+                with contextlib.suppress(dist.DistError):
+                    self._drop.request()
             return
         if self._first("immediate", number) == [number, self._rank]:
             name = signal.Signals(number).name
@@ -186,36 +251,51 @@ def _max_over_ranks(number: int) -> int:
 
 
 def watch_training(
-    config: RunConfig, store: dist.Store, launch: Launch, report: Reporter, heartbeat: Heartbeat
+    config: RunConfig,
+    store: dist.Store,
+    launch: Launch,
+    report: Reporter,
+    heartbeat: Heartbeat,
+    progress: StepProgress,
 ) -> SignalWatch:
     """The signal handlers of a training loop.
 
     With ``--exit-signal-handler``, SIGTERM and SIGHUP take effect at the end of the step, and rank
-    0 prints at once what happens next and how long the step still takes.
+    0 prints at once what happens next and how long the step still takes. With
+    ``--save-on-signal-now`` too, they end the step within seconds, without its result.
     """
+    drops = config.loop.save_on_signal_now
 
     def announce(signaled: str) -> None:
         position, time_left = heartbeat.time_left()
-        report.say(f"{signaled}: {what_follows(position, config.checkpoint.save, time_left)}")
+        follows = what_follows(position, config.checkpoint.save, time_left, drops=drops)
+        report.say(f"{signaled}: {follows}")
 
+    timeout = timedelta(minutes=config.distributed.timeout_minutes)
     return SignalWatch(
         store,
         launch.rank,
         advice=report.summary.resume_advice,
         announce=announce if config.loop.exit_signal_handler else None,
+        drop=StepDrop(store, launch.rank, launch.world_size, progress, timeout) if drops else None,
     )
 
 
-def what_follows(position: StepPosition, save: str | None, time_left: timedelta | None) -> str:
+def what_follows(
+    position: StepPosition, save: str | None, time_left: timedelta | None, *, drops: bool = False
+) -> str:
     """Text on what happens after a postponed signal, and when.
 
     Args:
         position: of this rank.
         save: folder of checkpoints, if any.
         time_left: estimated time to the end of the step, if known.
+        drops: the step is not finished.
     """
     if position.step == StepPosition().step:
         return "exiting before the first iteration"
+    if drops and not position.step.startswith("checkpoint"):
+        return f"dropping {position.step}, then saving what was done before to {save} and exiting"
     then = "then exiting"
     if not position.step.startswith("checkpoint"):
         then = f"then saving to {save} and exiting" if save else "then exiting without --save"

@@ -19,10 +19,11 @@ from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.search import describe
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
-from megatron_untied.training.exits import EarlyExit
+from megatron_untied.training.exits import EarlyExit, StepDropped
 from megatron_untied.training.initialize import Launch, errors_in_one_line
 from megatron_untied.training.memory_report import memory_against_plan
 from megatron_untied.training.profiling import StepProfiler
+from megatron_untied.training.saving import CheckpointSaver
 from megatron_untied.training.setup import DatasetsProvider, Run, set_up
 from megatron_untied.training.step import (
     Batch,
@@ -64,8 +65,9 @@ def pretrain(
         global_batches, config=config, groups=run.groups, get_batch=get_batch
     )
     evaluate_after = functools.partial(evaluate_run, run, batches_of, forward_step)
+    saver = CheckpointSaver(config, train_state, run.start, report)
     profiler = StepProfiler(config, launch.rank, train_state.progress, say=report.say)
-    with report, run.signals, run.heartbeat, profiler:
+    with report, run.signals, run.heartbeat, profiler, saver:
         progress = load_and_describe(run)
         if config.loop.skip_train:
             evaluate_after(progress.iteration)
@@ -81,16 +83,21 @@ def pretrain(
             if exit_reason:
                 break
             train_state.progress.begin(f"iteration {iteration}", step_units)
-            with profiler.step(iteration):
-                began = time.perf_counter()
-                result = train_step(
-                    train_state,
-                    next(train_batches),
-                    num_samples=num_samples,
-                    forward_step=forward_step,
-                )
-                device.synchronize()  # for the time of the step; the loss was read back anyway
-                seconds = time.perf_counter() - began
+            try:
+                with profiler.step(iteration):
+                    began = time.perf_counter()
+                    result = train_step(
+                        train_state,
+                        next(train_batches),
+                        num_samples=num_samples,
+                        forward_step=forward_step,
+                    )
+                    device.synchronize()  # for the time of the step; the loss was read anyway
+                    seconds = time.perf_counter() - began
+            except StepDropped:  # on all ranks, before the optimizer has changed anything
+                exit_reason = early_exit.signal()
+                saver.save(progress, is_last=True)
+                break
             if config.loop.check_for_nan:
                 with errors_in_one_line():  # before saving: weights that are nan are never saved
                     require_finite(result, iteration)
@@ -99,13 +106,16 @@ def pretrain(
             if iteration <= first + 1:  # the first step makes Adam's moments, the second has them
                 compare_memory(run, iteration)
             report.step(result, progress, seconds=seconds)  # resets the peak
+            saver.poll()
             if config.evaluates_after(iteration):
                 evaluate_after(iteration)
             exit_reason = early_exit.reason(iteration)  # one all-reduce of a number
             if config.checkpoint.save and (exit_reason or config.saves_after(iteration)):
-                report.saved(train_state.save(config, progress, run.start.provenance))
+                is_last = bool(exit_reason) or iteration == config.loop.train_iters
+                saver.save(progress, is_last=is_last)
                 # A signal during a save of minutes ends the run before the next step.
                 exit_reason = exit_reason or early_exit.signal()
+        saver.finish(is_last=True)
         report.end(exit_reason)
 
 
@@ -123,6 +133,8 @@ def load_and_describe(run: Run) -> Progress:
     if run.plan is not None:
         report.say(describe(run.plan))
     report.say(describe_kernel(run.kernel, this_gpu() if device.gpu_properties() else None))
+    if run.datasets.description is not None:
+        report.say(run.datasets.description)
     report.say(f"{run.train_state.describe()} | {progress.iteration} iterations done")
     # A recipe can write about 1 TB of checkpoints: warn before the first step, not after days.
     shortfall = Disk.of(config, run.launch.world_size, progress.iteration).shortfall()
@@ -157,5 +169,8 @@ def evaluate_run(
     # Forward only, so one unit per pass of a layer; a training step has several.
     run.train_state.progress.begin(name, run.layer_passes * eval_iters)
     batches = itertools.islice(batches_of(run.datasets.valid, consumed_samples=0), eval_iters)
-    loss = evaluate(run.train_state, batches, forward_step=forward_step)
+    try:
+        loss = evaluate(run.train_state, batches, forward_step=forward_step)
+    except StepDropped:  # the signal ends the run next
+        return
     run.report.evaluation(iteration, loss)

@@ -108,7 +108,7 @@ def set_up(
         datasets=datasets,
         train_state=train_state,
         report=report,
-        signals=watch_training(config, store.clone(), launch, report, heartbeat),
+        signals=watch_training(config, store.clone(), launch, report, heartbeat, progress),
         heartbeat=heartbeat,
         layer_passes=config.model.num_layers * config.batch.num_micro_batches(groups.dp.size()),
     )

@@ -11,13 +11,14 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_untied.checkpoint import (
+    BackgroundSave,
+    CheckpointSave,
     CheckpointState,
     Progress,
     Provenance,
     Start,
     bytes_to_read,
     load_checkpoint,
-    save_checkpoint,
 )
 from megatron_untied.config.run import RunConfig
 from megatron_untied.phases import Phase
@@ -81,22 +82,27 @@ class TrainState:
             advance=self.progress.advance,  # in bytes, so the heartbeat shows a percentage
         )
 
-    def save(self, config: RunConfig, progress: Progress, provenance: Provenance) -> Path:
+    def save(
+        self, config: RunConfig, progress: Progress, provenance: Provenance
+    ) -> Path | BackgroundSave:
         """Save a checkpoint of ``progress`` with ``config`` in it; collective over all ranks.
 
         Returns:
-            The folder of the checkpoint.
+            The folder of the checkpoint; with ``--async-save`` the save that has begun.
         """
         name = f"checkpoint of iteration {progress.iteration}"
         self.progress.begin(name, phase=Phase.SAVING)
-        return save_checkpoint(
-            config.checkpoint.save,
-            self.checkpoint_state,
-            progress,
+        save = CheckpointSave(
+            directory=Path(config.checkpoint.save),
+            progress=progress,
             run_config=config,
             provenance=provenance,
             save_retain_interval=config.checkpoint.save_retain_interval,
+            most_recent_k=config.checkpoint.most_recent_k,
         )
+        if config.checkpoint.async_save:
+            return save.write_in_background(self.checkpoint_state)
+        return save.write(self.checkpoint_state)
 
 
 def build_train_state(

@@ -1,8 +1,9 @@
 """One training step: read micro-batches, forward and backward, update; and evaluation.
 
-The loss of a step is the mean over the valid tokens of the global batch. Their number is reduced
-over all ranks before the first backward. After that, each rank's loss and gradients are partial
-sums, and no later step divides by a number of micro-batches or ranks.
+The loss of a step is the mean over the valid tokens of the global batch, weighted by the loss mask.
+The sum of the weights is reduced over all ranks before the first backward. After that, each rank's
+loss and gradients are partial sums, and no later step divides by a number of micro-batches or
+ranks.
 """
 
 import contextlib
@@ -36,7 +37,8 @@ class Batch:
     labels: Tensor
     """[b, s/p] int64: the next token; the last label of a shard is the next rank's first token."""
     loss_mask: Tensor
-    """[b, s/p] fp32: 1 for valid tokens, whose label contributes to the loss, 0 for the others."""
+    """[b, s/p] fp32: weights of valid tokens, whose labels contribute to the loss; 0 for others.
+    They are 1 without ``--loss-weighting sample``."""
     sequence: SequenceInfo = field(default_factory=SequenceInfo)
     """Positions of this shard's tokens [b, s/p] and documents of the whole sequences [b, s]."""
 
@@ -71,6 +73,7 @@ def global_batches(
         data_parallel_rank=groups.dp.rank(),
         data_parallel_size=groups.dp.size(),
         num_workers=config.data.num_workers,
+        global_batch_size=config.batch.global_batch_size,
     )
     num_micro_batches = config.batch.num_micro_batches(groups.dp.size())
     while True:
@@ -86,11 +89,18 @@ def global_batches(
         yield batches
 
 
-def count_valid_tokens(batches: list[Batch], group: dist.ProcessGroup) -> int:
-    """Number of valid tokens in ``batches``, summed over the ranks of ``group``; collective."""
-    total = sum(batch.loss_mask.count_nonzero() for batch in batches)
-    dist.all_reduce(total, group=group)
-    return int(total)  # synchronizes with the device: once per step, before its first kernel
+def count_valid_tokens(batches: list[Batch], group: dist.ProcessGroup) -> tuple[int, float]:
+    """Number and summed weights of valid tokens in ``batches`` over ``group``; collective."""
+    # fp64, in which a sum of ones is their number.
+    sums = torch.stack(
+        [
+            torch.stack([batch.loss_mask.count_nonzero(), batch.loss_mask.sum(dtype=torch.float64)])
+            for batch in batches
+        ]
+    ).sum(0)
+    dist.all_reduce(sums, group=group)
+    count, weight = sums.tolist()  # synchronizes: once per step, before its first kernel
+    return int(count), weight
 
 
 ForwardStep = Callable[[nn.Module, Batch, Tensor], Tensor]
@@ -102,7 +112,7 @@ class StepResult:
     """Outcome of one training step; identical on all ranks."""
 
     lm_loss: float
-    """Mean cross-entropy in nats over the valid tokens of the global batch."""
+    """Mean cross-entropy in nats over the valid tokens of the global batch, by their weights."""
     grad_norm: float
     """L2 norm of the whole gradient before clipping."""
     learning_rate: float
@@ -124,9 +134,9 @@ def train_step(
         forward_step: computes the loss of a micro-batch.
     """
     sharding, ranks = train_state.sharding, train_state.groups.dp_cp
-    valid_tokens = count_valid_tokens(batches, ranks)
+    valid_tokens, weight = count_valid_tokens(batches, ranks)
     sharding.zero_grad()
-    lm_loss = forward_backward(train_state, batches, valid_tokens, forward_step)
+    lm_loss = forward_backward(train_state, batches, weight, forward_step)
     with train_state.progress.phase(Phase.OPTIMIZER):
         dist.all_reduce(lm_loss, group=ranks)
         updated, grad_norm = sharding.step()
@@ -141,14 +151,14 @@ def train_step(
 
 
 def forward_backward(
-    train_state: TrainState, batches: list[Batch], valid_tokens: int, forward_step: ForwardStep
+    train_state: TrainState, batches: list[Batch], total_weight: float, forward_step: ForwardStep
 ) -> Tensor:
     """Accumulate this rank's gradients of ``batches`` in the model.
 
     Args:
         train_state: holds the model; its gradients are added to.
         batches: this rank's micro-batches.
-        valid_tokens: of the global batch. If it is 0, loss and gradients are 0.
+        total_weight: of the valid tokens of the global batch. If it is 0, loss and gradients are.
         forward_step: computes the loss of a micro-batch.
 
     Returns:
@@ -164,7 +174,7 @@ def forward_backward(
         with contextlib.nullcontext() if is_last else sharding.no_sync():
             with progress.phase(Phase.FORWARD, micro_batch=name):
                 # Not a local variable, which would keep the weights alive during backward.
-                loss = forward_step(sharding.model, batch, batch.loss_mask / max(1, valid_tokens))
+                loss = forward_step(sharding.model, batch, batch.loss_mask / (total_weight or 1))
             with progress.phase(Phase.BACKWARD, micro_batch=name):
                 loss.backward()
         total += loss.detach()
@@ -185,19 +195,19 @@ def require_finite(result: StepResult, iteration: int) -> None:
 def evaluate(
     train_state: TrainState, global_batches: Iterable[list[Batch]], *, forward_step: ForwardStep
 ) -> float:
-    """Mean cross-entropy in nats over all valid tokens of ``global_batches``.
+    """Mean cross-entropy in nats over all valid tokens of ``global_batches``, by their weights.
 
-    Collective over all ranks. Every token has the same weight, whatever the size of its batch. The
+    Collective over all ranks. The weight of a token does not depend on the size of its batch. The
     result is nan if no token is valid.
     """
     train_state.model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device.current_device())  # [loss, tokens]
+    sums = torch.zeros(2, dtype=torch.float64, device=device.current_device())  # [loss, weight]
     for batches in global_batches:
         for batch in batches:
             with train_state.progress.phase(Phase.FORWARD):
                 sums[0] += forward_step(train_state.model, batch, batch.loss_mask)
             # On the device, and reduced once at the end instead of once per batch.
-            sums[1] += batch.loss_mask.count_nonzero()
+            sums[1] += batch.loss_mask.sum(dtype=torch.float64)
     dist.all_reduce(sums, group=train_state.groups.dp_cp)
     train_state.model.train()
     return (sums[0] / sums[1]).item()

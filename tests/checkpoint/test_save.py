@@ -61,6 +61,28 @@ def test_retains_multiples_and_the_last(tmp_path):
     assert folders(tmp_path) == ["iter_0000003", "iter_0000006", "iter_0000007"]
 
 
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"most_recent_k": 3}, [5, 6, 7]),
+        ({"most_recent_k": 1}, [7]),
+        ({"most_recent_k": 9}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"most_recent_k": 2, "save_retain_interval": 4}, [4, 6, 7]),
+    ],
+)
+def test_keeps_the_last_ones(tmp_path, options, kept):
+    run_on_ranks(save_iterations, 2, str(tmp_path), [1, 2, 3, 4, 5, 6, 7], **options)
+    assert folders(tmp_path) == [f"iter_{iteration:07d}" for iteration in kept]
+
+
+def test_the_last_ones_of_a_run_are_counted_without_those_of_another(tmp_path):
+    run_on_ranks(save_as, 1, str(tmp_path), "a", [1, 3])
+    run_on_ranks(save_as, 1, str(tmp_path), "b", [2, 4, 5], most_recent_k=2)
+    assert run_ids(tmp_path) == {
+        "iter_0000001": "a", "iter_0000003": "a", "iter_0000004": "b", "iter_0000005": "b",
+    }  # fmt: skip
+
+
 def test_never_deletes_a_later_checkpoint(tmp_path):
     run_on_ranks(save_iterations, 1, str(tmp_path), [5, 2], save_retain_interval=3)
     assert folders(tmp_path) == ["iter_0000002", "iter_0000005"]

@@ -33,6 +33,7 @@ NEEDED = {
     "--profile-ranks": PROFILED,
     "--save-interval": SAVED,
     "--save-retain-interval": SAVED,
+    "--most-recent-k": SAVED,
     "--ckpt-step": LOADED,
     "--lr-wsd-decay-iters": {"lr_decay_style": "WSD"},
     "--data-path": {"mock_data": None},

@@ -51,6 +51,13 @@ def test_of_a_large_model_it_is_weights_and_two_moments():
         ("--save x --save-interval 250", [250, 500, 750, 1000], 4, 4),
         ("--save x --save-interval 250 --save-retain-interval 500", [250, 500, 750, 1000], 2, 3),
         ("--save x --save-interval 300 --save-retain-interval 1000", [300, 600, 900, 1000], 1, 2),
+        ("--save x --save-interval 250 --most-recent-k 2", [250, 500, 750, 1000], 2, 3),
+        (
+            "--save x --save-interval 250 --most-recent-k 2 --save-retain-interval 500",
+            [250, 500, 750, 1000],
+            3,
+            3,
+        ),
         ("--save x --save-interval 300 --exit-interval 700", [300, 600, 700], 3, 3),
         ("--save x --save-interval 2000", [1000], 1, 1),
         ("--save x --skip-train", [], 0, 0),

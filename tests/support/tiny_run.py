@@ -12,18 +12,33 @@ from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import Launch, initialize
 from megatron_untied.training.loop import pretrain
 from megatron_untied.training.state import TrainState, build_train_state
-from megatron_untied.training.step import Batch
+from megatron_untied.training.step import Batch, GetBatch
 from tests.support.command_line import tiny_config
 
+SFT = {"mock_data": None, "vocab_size": None, "tokenizer_type": "HuggingFaceTokenizer", "sft": True}
+"""Flags of a run on chats, beside the chats and the tokenizer."""
 
-def train(group: dist.ProcessGroup, metrics: Path | None = None, **changes: object) -> None:
+
+def train_on_chats(
+    group: dist.ProcessGroup, metrics: Path | None = None, **changes: object
+) -> None:
+    """Fine-tune on the ranks of ``group``; ``changes`` are flags, among them the chats."""
+    train(group, metrics, get_batch=pretrain_gpt.get_batch, **SFT, **changes)
+
+
+def train(
+    group: dist.ProcessGroup,
+    metrics: Path | None = None,
+    get_batch: GetBatch | None = None,
+    **changes: object,
+) -> None:
     """Pretrain on the ranks of ``group``; ``changes`` are flags."""
     pretrain(
         tiny_config(group.size(), metrics_jsonl=metrics, **changes),
         launch_of(group),
         model_provider=pretrain_gpt.model_provider,
         datasets_provider=pretrain_gpt.datasets_provider,
-        get_batch=unevenly_masked_batch,
+        get_batch=get_batch or unevenly_masked_batch,
         forward_step=pretrain_gpt.forward_step,
     )
 

@@ -47,15 +47,18 @@ def signal_after(words: str, process: subprocess.Popen, log: Path, number: int) 
 
 
 @pytest.mark.parametrize(
-    "launcher",
+    ("launcher", "flags"),
     [
-        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
-        pytest.param(OURS, id="tools/torchrun.py"),
+        pytest.param(TORCHRUN, {}, id="torchrun", marks=pytest.mark.slow),
+        pytest.param(OURS, {}, id="tools/torchrun.py"),
+        pytest.param(
+            TORCHRUN, {"save_on_signal_now": True, "async_save": True}, id="the step before"
+        ),
     ],
 )
-def test_sigterm_to_the_launcher_saves_the_step(tmp_path, launcher):
+def test_sigterm_to_the_launcher_saves_the_step(tmp_path, launcher, flags):
     log, folder = tmp_path / "log.txt", tmp_path / "c"
-    process = start(launcher, log, save=folder, exit_signal_handler=True)
+    process = start(launcher, log, save=folder, exit_signal_handler=True, **flags)
     lines = signal_after("lm loss", process, log, signal.SIGTERM)
     text = "\n".join(lines)
     iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())

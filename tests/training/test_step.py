@@ -38,8 +38,8 @@ def gradients(train_state) -> torch.Tensor:
 
 def backward(train_state, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
     train_state.sharding.zero_grad()
-    valid_tokens = count_valid_tokens(batches, train_state.groups.dp_cp)
-    loss = forward_backward(train_state, batches, valid_tokens, pretrain_gpt.forward_step)
+    _, weight = count_valid_tokens(batches, train_state.groups.dp_cp)
+    loss = forward_backward(train_state, batches, weight, pretrain_gpt.forward_step)
     return loss, gradients(train_state).clone()
 
 

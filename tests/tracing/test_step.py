@@ -89,7 +89,8 @@ def test_the_peak_does_not_grow_with_layers_whose_stash_is_on_the_host():
     traces = trace_all(cases, world_size=2)
     few, more, many = (bytes_by_phase(traces[n]) for n in cases)
     for phases in (few, more, many):
-        assert Phase.SETUP not in phases  # weights and moments are the host's from the start
+        # Tokens, labels and masks alone: weights and moments are the host's from the start.
+        assert phases[Phase.SETUP] < 24 * 2048 // 2
         del phases[Phase.OPTIMIZER]  # a few numbers a parameter, on the host
     assert few == more == many
     assert traces["3"].host_bytes < traces["5"].host_bytes < traces["8"].host_bytes

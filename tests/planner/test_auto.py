@@ -11,6 +11,7 @@ from megatron_untied.context_parallel.kernels import Mask
 from megatron_untied.context_parallel.kernels.flash_attention import (
     ALL_HEADS_IN_32_BITS,
     FlashAttention3,
+    TorchFlash,
 )
 from megatron_untied.context_parallel.kernels.split_calls import Shape, split_calls
 from megatron_untied.planner.plan import Plan
@@ -82,8 +83,8 @@ def test_nothing_is_left_open_that_was_given():
     "kernels",
     [
         {"flash-attention-2": ALL_HEADS_IN_32_BITS},  # flash-attn before 2.8
-        {"torch-flash": ALL_HEADS_IN_32_BITS},
-        {"flash-attention-3": FlashAttention3.limits, "torch-flash": ALL_HEADS_IN_32_BITS},
+        {"torch-flash": TorchFlash.limits},
+        {"flash-attention-3": FlashAttention3.limits, "torch-flash": TorchFlash.limits},
         None,
     ],
 )

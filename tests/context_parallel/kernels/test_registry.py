@@ -75,9 +75,9 @@ def test_names_the_package_that_was_asked_for(hopper, backend, message):
     [
         ("torch-flash", FP32, "torch-flash computes in bfloat16 and float16, not float32"),
         ("torch-flash", BF16 | {"head_width": 20},
-         "takes heads of a multiple of 8 channels up to 256, not 20"),
+         "takes heads of up to 256 channels in multiples of 8, not --kv-channels 20"),
         ("torch-flash", BF16 | {"head_width": 264},
-         "takes heads of a multiple of 8 channels up to 256, not 264"),
+         "takes heads of up to 256 channels in multiples of 8, not --kv-channels 264"),
         ("fused", BF16 | {"window": 8}, "cudnn has no sliding window"),
         ("fused", BF16 | {"documents": True},
          "cudnn has no documents. --attention-backend auto takes one that works."),

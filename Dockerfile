@@ -37,7 +37,7 @@ RUN cd /tmp/install && export PIP_CONSTRAINT= PIP_BREAK_SYSTEM_PACKAGES=1 \
                 --index-url "$(sed -n 's/^--extra-index-url //p' requirements-gpu.txt)" ;; \
         source) \
             git clone --quiet --depth 1 --recursive \
-                --branch "v$(sed -n 's/^flash-attn==//p' requirements-gpu.txt)" \
+                --branch "fa4-v$(sed -n 's/^flash-attn-4.*==\(.*\)b\(.*\)/\1.beta\2/p' requirements-gpu.txt)" \
                 https://github.com/Dao-AILab/flash-attention \
             && export FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_DISABLE_SM80=TRUE \
                 FLASH_ATTENTION_DISABLE_FP8=TRUE FLASH_ATTENTION_DISABLE_SPLIT=TRUE \

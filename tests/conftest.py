@@ -1,5 +1,6 @@
 """Options, marks and fixtures shared by all tests."""
 
+import itertools
 import signal
 from pathlib import Path
 
@@ -23,8 +24,6 @@ settings.load_profile("no deadline")
 
 LONG_MODULES = ("test_memory_pairs.py", "test_guide.py", "test_readme.py")
 """Minutes each; begun first, else one of two pytests waits for the other at the end."""
-OURS = pytest.StashKey[dict[str, bool]]()
-"""Modules that are claimed: whether by this pytest."""
 
 
 def pytest_addoption(parser):
@@ -50,19 +49,33 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item):
-    """With ``--claims``: True, which is "done", for a test of a module that is not ours."""
-    folder, module = item.config.getoption("--claims"), item.nodeid.partition("::")[0]
-    if folder is None:
+def pytest_runtestloop(session):
+    """With ``--claims``: run the tests of the modules that this pytest claims."""
+    folder = session.config.getoption("--claims")
+    if folder is None or session.config.option.collectonly or session.testsfailed:
         return None
-    ours = item.config.stash.setdefault(OURS, {})
-    if module not in ours:
+    items = _claimed(session.items, folder)
+    item = next(items, None)
+    while item is not None:
+        # pytest tears down what the next test does not need, so that has to be known before.
+        following = next(items, None)
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        item = following
+    return True
+
+
+def _claimed(items, folder):
+    """The tests of modules whose file this process was the first to create in ``folder``."""
+    for module, tests in itertools.groupby(items, key=lambda item: item.nodeid.partition("::")[0]):
         try:
             (folder / module.replace("/", ".")).touch(exist_ok=False)
-            ours[module] = True
         except FileExistsError:
-            ours[module] = False
-    return None if ours[module] else True
+            continue
+        yield from tests
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,10 @@ import torch
 from megatron_untied import model as model_module
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, RotaryConfig
 from megatron_untied.context_parallel.head_schedule import legal_heads_per_chunk
+from megatron_untied.context_parallel.kernels.flash_attention import (
+    ALL_HEADS_IN_32_BITS,
+    TorchFlash,
+)
 from megatron_untied.model import attention_kernel
 from tests.support.planning import run_config
 from tests.support.ranks import run_on_ranks
@@ -133,7 +137,11 @@ def test_every_part_has_an_effect(changes):
 
 
 def test_a_sequence_that_the_kernel_cannot_index_is_refused_before_a_model_is_built(monkeypatch):
-    """Four query heads share a key-value head in a chunk, at 5 Mi tokens, on an H100."""
+    """Four query heads share a key-value head in a chunk, at 5 Mi tokens, on an H100.
+
+    With the limits that torch's kernel had before it was built from FlashAttention-2 2.8.
+    """
+    monkeypatch.setattr(TorchFlash, "limits", ALL_HEADS_IN_32_BITS)
     monkeypatch.setattr(model_module, "current_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     flags = (

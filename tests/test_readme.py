@@ -260,6 +260,9 @@ def test_gpu_requirements_can_be_read():
     lines = (ROOT / "requirements-gpu.txt").read_text().splitlines()
     names = [Requirement(line).name for line in lines if line and not line.startswith(("#", "--"))]
     assert names == ["flash-attn-3", "flash-attn", "transformer-engine", "flash-attn-4"]
+    # The image, and the comment for builds by hand, take FlashAttention-3 at flash-attn-4's tag.
+    version = next(line for line in lines if line.startswith("flash-attn-4")).partition("==")[2]
+    assert any(f"--branch fa4-v{version.replace('b', '.beta')} " in line for line in lines)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from megatron_untied.context_parallel.kernels import Mask
 from megatron_untied.context_parallel.kernels.flash_attention import (
     ALL_HEADS_IN_32_BITS,
     FlashAttention3,
+    TorchFlash,
 )
 from megatron_untied.context_parallel.kernels.split_calls import Shape, split_calls
 from megatron_untied.planner.plan import Plan
@@ -66,7 +67,8 @@ def test_says_what_it_chose_in_one_line():
     line = describe(choose(config, machine()))
     assert re.fullmatch(
         r"planned: --cp-heads-per-chunk \d+, --recompute-granularity selective \| "
-        r"[\d.]+ of 76.0 GiB per GPU, [\d.]+ of 254.0 GiB of host memory per rank",
+        r"[\d.]+ of 76.0 GiB per GPU, [\d.]+ of 254.0 GiB of host memory per rank \| "
+        r"assumed: .*matrix products reach 0.7 of the peak.*",
         line,
     )
 
@@ -82,8 +84,8 @@ def test_nothing_is_left_open_that_was_given():
     "kernels",
     [
         {"flash-attention-2": ALL_HEADS_IN_32_BITS},  # flash-attn before 2.8
-        {"torch-flash": ALL_HEADS_IN_32_BITS},
-        {"flash-attention-3": FlashAttention3.limits, "torch-flash": ALL_HEADS_IN_32_BITS},
+        {"torch-flash": TorchFlash.limits},
+        {"flash-attention-3": FlashAttention3.limits, "torch-flash": TorchFlash.limits},
         None,
     ],
 )

@@ -59,7 +59,7 @@ def test_only_what_is_installed_is_planned_with():
         ("h100-80", "--attention-backend fused --window-size 4095,0",
          "cudnn has no sliding window"),
         ("h100-80", "--kv-channels 512",
-         "takes heads of a multiple of 8 channels up to 256, not 512"),
+         "takes heads of up to 256 channels in multiples of 8, not --kv-channels 512"),
     ],
 )  # fmt: skip
 def test_a_kernel_that_does_not_fit_is_refused_with_the_reason(gpu, flags, message):

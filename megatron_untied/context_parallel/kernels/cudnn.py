@@ -23,7 +23,9 @@ class Cudnn(AttentionKernel):
         alignment_bytes=16,
         windows=False,
         documents=False,  # cuDNN compiles a plan per length
-        indexes_calls_in_32_bits=True,  # larger sizes are undocumented
+        # torch's key of a compiled plan has 32-bit strides (aten/src/ATen/native/cudnn/MHA.cpp),
+        # and no documentation of larger tensors was found.
+        indexes_calls_in_32_bits=True,
     )
 
     def __init__(self, operators: Any = None):

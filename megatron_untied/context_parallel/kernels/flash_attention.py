@@ -33,7 +33,7 @@ ALL_HEADS_IN_32_BITS = Limits(
     joins_segments=True,
     indexes_calls_in_32_bits=True,
 )
-"""Of kernels that address all heads of a call together in 32 bits, or may do so."""
+"""Of kernels that address all heads of a call together in 32 bits."""
 ONE_HEAD_IN_32_BITS = replace(
     ALL_HEADS_IN_32_BITS, indexes_calls_in_32_bits=False, indexes_heads_in_32_bits=True
 )
@@ -55,8 +55,10 @@ class FlashAttention4(AttentionKernel):
         module="flash_attn.cute.interface",
         package="flash-attn-4",
     )
-    # How CuTe indexes tensors of more than 2^31 elements was not read: the stricter limit.
-    limits = replace(ALL_HEADS_IN_32_BITS, max_head_width=128)
+    # Offsets are row x stride in dynamic CuTe layouts, 64-bit (NVIDIA/cutlass issue 3604; cut to 32
+    # by CuTe DSL 4.5.0, issue 3208, and 4.0.0b36 requires 4.6.2). The fp32 dq of a head is a single
+    # dimension, indexed in 32 bits (flash_attn/cute/interface.py, seqlen_info.py). No GPU ran this.
+    limits = replace(ONE_HEAD_IN_32_BITS, max_head_width=128)
 
     def __init__(self, module: Any = None):
         """``module``: by default ``flash_attn.cute.interface``."""
@@ -69,7 +71,8 @@ class FlashAttention4(AttentionKernel):
         options = self._options(call) | _segments(call, q.device)
         # By default it may split the keys and allocate an fp32 output for each part.
         options |= {"return_lse": True, "num_splits": 1, "out": out}
-        _, lse = self.module._flash_attn_fwd(q, k, v, **options)
+        # 4.0.0b36 returns three more, None here; torch 2.13 expects a pair, as older ones return.
+        _, lse, *_ = self.module._flash_attn_fwd(q, k, v, **options)
         return lse.view(-1, x.q.shape[2], len(x.q))  # [h, tokens] -> [1, h, s_q]
 
     @override
@@ -104,7 +107,9 @@ class FlashAttention3(AttentionKernel):
         package="FlashAttention-3",
     )
     # Addresses are 64-bit, but rows x width of a head in its fp32 dq is computed in 32 bits, and
-    # so is the step from one sample to the next.
+    # so is the step from one sample to the next (hopper/flash_api_stable.cpp). Sources from before
+    # pull request 1841, August 2025, also compute the bytes of a head's keys and values in 32 bits
+    # (hopper/tile_scheduler.hpp): 0 at 4 Mi tokens of width 128, and they divide by it.
     limits = ONE_HEAD_IN_32_BITS
 
     def __init__(self, operators: Any = None):
@@ -141,6 +146,9 @@ class FlashAttention2(AttentionKernel):
 
     name = "flash-attention-2"
     platform = replace(AMPERE, module="flash_attn.flash_attn_interface", package="flash-attn")
+    # Rows have 64-bit offsets. The step to the next sample in the fp32 dq, of all heads, is 32-bit,
+    # so samples are split (csrc/flash_attn/src/flash_bwd_kernel.h, 2.8.3.post1). No product over
+    # the rows of one head was found that is 32-bit; the limit stays as a margin.
     limits = ONE_HEAD_IN_32_BITS
 
     def __init__(self, module: Any = None):
@@ -190,8 +198,9 @@ class TorchFlash(AttentionKernel):
 
     name = "torch-flash"
     platform = AMPERE
-    # Which release of FlashAttention-2 torch 2.13 has built in was not read: the stricter limit.
-    limits = ALL_HEADS_IN_32_BITS
+    # torch 2.13 builds FlashAttention's sources of 2.8.3 or later: pytorch issue 173953, and its
+    # wheel's licenses name flash_attn/cute, which 2.7.4 with its 32-bit offsets did not have.
+    limits = ONE_HEAD_IN_32_BITS
 
     def __init__(self, operators: Any = None):
         """``operators``: by default ``torch.ops.aten``."""

@@ -58,8 +58,8 @@ class Limits:
         most = self.max_head_width or head_width
         if head_width % self.head_width_multiple or head_width > most:
             yield (
-                f"takes heads of a multiple of {self.head_width_multiple} channels up to {most}, "
-                f"not {head_width}"
+                f"takes heads of up to {most} channels in multiples of "
+                f"{self.head_width_multiple}, not --kv-channels {head_width}"
             )
         if window is not None and not self.windows:
             yield "has no sliding window"

@@ -1,8 +1,9 @@
 """GPU kernels that allocate what the real ones do and compute nothing: for counting memory.
 
-How much a kernel allocates follows the host code of the versions in ``requirements-gpu.txt``. The
-tracer allocates these bytes and the planner adds them up; ``benchmarks/check_kernels.py`` measures
-them on a GPU.
+How much a kernel allocates follows the host code of the versions in ``requirements-gpu.txt``, in
+the files that :data:`SCRATCH` names. Semaphores and schedules are left out: below 0.02% of the
+sums. The tracer allocates these bytes and the planner adds them up;
+``benchmarks/check_kernels.py`` measures them on a GPU.
 """
 
 from collections.abc import Callable
@@ -85,16 +86,19 @@ class Scratch:
         return self.returns_out * of_q * h, total
 
 
-_FLASH_2 = Scratch(widths=(32, 64, 96, 128, 192, 256))
+_FLASH_2_WIDTHS = (32, 64, 96, 128, 192, 256)
 
 SCRATCH: dict[type[AttentionKernel], Scratch] = {
-    # As FlashAttention-2 in its sums; a CuTe kernel, called as torch does, returns new gradients.
+    # flash_attn/cute/interface.py, _flash_attn_bwd, 4.0.0b36: blocks of 128; from heads of 128 on
+    # two blocks of keys work as a pair. It is called as torch calls it: gradients are new tensors.
     FlashAttention4: Scratch(
         returns_gradients=True,
         row_sums=2,
         widths=(32, 64, 96, 128),
+        key_rows=lambda width: 256 if width == 128 else 128,
         sums_shared_heads=True,
     ),
+    # hopper/flash_api_stable.cpp, mha_bwd, as on main in 2026: blocks of Hopper's kernels.
     FlashAttention3: Scratch(
         row_sums=2,
         widths=(64, 96, 128, 192, 256),
@@ -102,11 +106,17 @@ SCRATCH: dict[type[AttentionKernel], Scratch] = {
         key_rows=lambda width: {192: 96, 256: 80}.get(width, 128),
         sums_shared_heads=True,
     ),
-    FlashAttention2: Scratch(returns_out=True, widths=_FLASH_2.widths),
-    TorchFlash: Scratch(returns_gradients=True, copies_strided=True, widths=_FLASH_2.widths),
-    # The workspace is cuDNN's own; cudnn-frontend asks for a sum of dq, row sums, and dk and dv of
-    # every query head. Its documentation promises nothing.
-    Cudnn: Scratch(returns_out=True, returns_gradients=True),
+    # csrc/flash_attn/flash_api.cpp, mha_fwd and mha_bwd, 2.8.3.post1. With segments the sums are
+    # not rounded up to blocks: up to 127 rows are counted too many.
+    FlashAttention2: Scratch(returns_out=True, widths=_FLASH_2_WIDTHS),
+    # aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp as FlashAttention-2's, and
+    # _flash_attention_backward in attention_backward.cu copies strided dO and output.
+    TorchFlash: Scratch(returns_gradients=True, copies_strided=True, widths=_FLASH_2_WIDTHS),
+    # aten/src/ATen/native/cudnn/MHA.cpp allocates results and a workspace of the size that cuDNN
+    # names at run time. Of it cudnn-frontend's CompositeSDPABackwardNode fixes the sum of dq and
+    # the row sums. That dk and dv of every query head, in q's dtype, are memory too, and that a
+    # forward needs none, is assumed: only a GPU tells.
+    Cudnn: Scratch(returns_out=True, returns_gradients=True, query_rows=lambda width, causal: 1),
 }
 """By kernel, the fastest first."""
 

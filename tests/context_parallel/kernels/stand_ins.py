@@ -66,7 +66,7 @@ class Flash4Module:
                               softmax_scale)  # fmt: skip
         result, lse = attention.forward(q, k, v)
         out.copy_(result)
-        return out, lse
+        return out, lse, None, None, None  # as 4.0.0b36; what is None is of other attentions
 
     def _flash_attn_bwd(self, q, k, v, out, dout, lse, *, softmax_scale, causal, window_size_left,
                         window_size_right, cu_seqlens_q, cu_seqlens_k,

@@ -120,7 +120,7 @@ def draw(chats: TokenizedChats, samples: PackedChats, seq_length: int):
     """A figure of the lengths of all chats, and of the attention work of the packed samples."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     longest = max(int(chats.lengths.max()), seq_length)
-    left.hist(chats.lengths, bins=np.geomspace(1, longest + 1, 41))
+    left.hist(chats.lengths, bins=np.geomspace(chats.lengths.min(), longest + 1, 41))
     left.axvline(seq_length, color="gray", linestyle="--", label=f"--seq-length {seq_length}")
     left.set(xscale="log", xlabel="tokens of a chat", ylabel="chats")
     left.legend()

@@ -45,7 +45,7 @@ def test_every_command_of_the_guide_to_chats(tmp_path):
         r"assistant<\|end_header_id\|>\n\n\u27e6[^\u27e7]+<\|eot_id\|>\u27e7<\|start_h", said
     )
     described = re.findall(
-        r"^sft: 300 chats \| \d+ longer than 4096 tokens dropped \| .*", said, re.M
+        r"^ ?sft: 300 chats \| \d+ longer than 4096 tokens dropped \| .*", said, re.M
     )
     assert len(described) == 2  # by the tool and by the run
     assert re.search(r"iteration +6/ +6 .* lm loss", said)

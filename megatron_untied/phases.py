@@ -59,7 +59,6 @@ class MemoryCategory(StrEnum):
     LOGITS = "logits"
     INPUTS = "batch and rotary table"
     LOADER = "data loader"
-    PARKED = "parked during attention"
     CHECKPOINT = "checkpoint being written"
 
 

@@ -250,7 +250,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             metavar="N|all",
             help="layers whose saved activations are offloaded to the host",
         ),
-        switch("--park-during-attention", "offload what attention does not need while it runs"),
+        switch("--park-during-attention", "keep the residual, its gradient, dK and dV on the host"),
         flag(
             "--transformer-impl",
             default="local",

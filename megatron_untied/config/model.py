@@ -112,7 +112,8 @@ class MemoryConfig:
     cpu_offloading_num_layers: int = 0
     """Layers whose saved activations are offloaded to the host."""
     park_during_attention: bool = False
-    """Offload the residual, its gradient and attention outputs while attention runs."""
+    """Keep the residual, its gradient, attention outputs and dK and dV on the host, from where they
+    pass the device by tiles and by chunks of heads."""
     sequence_tile_size: int = 8192
     """Tokens per tile in the token-wise parts of a streamed layer."""
     loss_chunk_size: int | None = None

@@ -76,6 +76,8 @@ class Sizes:
     """Whether the gradient of a key or value is a sum of several kernel calls."""
     sum_dtype: torch.dtype = field(init=False)
     """Of dK and dV before they are sent home: wide if they are sums, so no error adds up."""
+    home_dtype: torch.dtype = field(init=False)
+    """Of dK and dV at home: wide if several ranks' parts meet there."""
 
     def __post_init__(self) -> None:
         num_ulysses = len(self.schedule.chunks[0])
@@ -94,6 +96,9 @@ class Sizes:
             "kv_loads": tuple(loads),
             "sums_kv": sums_kv,
             "sum_dtype": accumulation_dtype(self.dtype) if sums_kv else self.dtype,
+            "home_dtype": (
+                accumulation_dtype(self.dtype) if self.schedule.shares_kv_heads else self.dtype
+            ),
         }
         for name, value in computed.items():
             object.__setattr__(self, name, value)  # frozen
@@ -220,7 +225,6 @@ class KvGradBuffers:
     sums: tuple[Pair, ...]  # [s/r, b, key-value heads that arrived together, d], by kv_buffer
     packed: Pair  # [s/r, b, heads that one chunk finishes, d]
     home: PerChunk  # flat, as send_kv: heads that a chunk finishes
-    home_dtype: torch.dtype
 
     @classmethod
     def plan(cls, sizes: Sizes, d_out: PerChunk, *, sums_on_host: bool) -> "KvGradBuffers":
@@ -241,7 +245,11 @@ class KvGradBuffers:
         packed_heads = [len(x.kv_finished) for x in mine if x.kv_finished not in sent_as_they_lie]
         packed = sizes.buffer("packed", sizes.tokens, max(packed_heads, default=0))
         because = "the chunk's kernel calls are over, and what they left here was added to the sums"
-        finished = [sum(len(each.kv_finished) for each in c) for c in sizes.schedule.chunks]
+        finished = [
+            # One rank has them at home already.
+            sum(len(each.kv_finished) for each in chunk) * (sizes.num_ulysses > 1)
+            for chunk in sizes.schedule.chunks
+        ]
         kernels_done = "the chunk's kernels have read dO, and dQ that lay there was sent"
         return cls(
             scratch=(first, second),
@@ -257,11 +265,6 @@ class KvGradBuffers:
                 for owner, home in zip(
                     d_out, sizes.per_chunk("kv_home", sizes.n, finished), strict=True
                 )
-            ),
-            home_dtype=(
-                accumulation_dtype(sizes.dtype)
-                if sizes.schedule.shares_kv_heads  # then several ranks' parts meet at home
-                else sizes.dtype
             ),
         )
 
@@ -346,14 +349,28 @@ class ReorderBuffers:
         )
 
 
-def row_tiles(numel: int, dtype: torch.dtype) -> Buffer:
-    """Two tiles of a residual on the host, ``numel`` elements each: one in use, one arriving."""
-    return Buffer(name="row_tiles", numel=2 * numel, dtype=dtype, category=MemoryCategory.TILES)
+def row_tiles(numel: int, num_tiles: int, dtype: torch.dtype, memory: str = "row_tiles") -> Buffer:
+    """Two tiles of a residual on the host, ``numel`` elements each: one in use, one on its way.
+
+    ``memory``: "row_tiles", or "gradient_tiles" for a gradient that is read beside a residual.
+    """
+    numel *= min(2, num_tiles)
+    return Buffer(name=memory, numel=numel, dtype=dtype, category=MemoryCategory.TILES)
 
 
-def sum_rows(sizes: Sizes, rows: int) -> Buffer:
-    """Twice ``rows`` of one head of the sums on the host: one in use, one arriving."""
-    return sizes.buffer("sum_rows", 2 * min(rows, sizes.tokens), 1, sizes.sum_dtype)
+def kv_tile(sizes: Sizes, tile_tokens: int) -> Buffer:
+    """Some tokens of all dK or dV that ranks sent home, from the host."""
+    heads = sum(len(each.kv_finished) for chunk in sizes.schedule.chunks for each in chunk)
+    return replace(sizes.buffer("kv_tile", tile_tokens, heads), category=MemoryCategory.TILES)
+
+
+def sum_rows(sizes: Sizes, tile_tokens: int) -> Buffer:
+    """Some rows of one head of the sums on the host, twice: one part in use, one arriving.
+
+    A fourth of what a tile of all heads has: 32 MiB in fp32 for 32 heads and 8,192 tokens.
+    """
+    rows = min(max(1, tile_tokens * sizes.schedule.num_heads // 4), sizes.tokens)
+    return sizes.buffer("sum_rows", 2 * rows, 1, sizes.sum_dtype)
 
 
 def head_chunks_buffer(name: str, sizes: Sizes) -> Buffer:

@@ -44,11 +44,16 @@ from megatron_untied.context_parallel.kernels import (
     Qkv,
     QkvGrads,
 )
-from megatron_untied.context_parallel.kv_gradients import KvAccumulator, KvGradients, MakeSums
+from megatron_untied.context_parallel.kv_gradients import (
+    KvAccumulator,
+    KvGradients,
+    KvHome,
+    MakeSums,
+)
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.step_progress import LayerProgress, StepProgress
 
-LogSumExps = list[list[Tensor]]
+LogSumExps = Sequence[Sequence[Tensor]]
 """By chunk, then by kernel call: each [b, query heads of the call, s/r]."""
 
 
@@ -160,18 +165,20 @@ class UntiedUlysses:
         d_out: HeadChunks,
         attention: Attention,
         make_sums: MakeSums | None = None,
-    ) -> Tensor:
-        """Turn ``d_out`` from dO into dQ, slot by slot; returns dK and dV: [2, n, b, g, d].
+        home: KvHome | None = None,
+    ) -> KvHome:
+        """Turn ``d_out`` from dO into dQ, slot by slot; returns dK and dV of this rank's tokens.
 
         dQ and dK are those of the rotated queries and keys. ``make_sums`` allocates the
-        accumulators of dK and dV; by default they are in the workspace.
+        accumulators of dK and dV; by default they are in the workspace. ``home`` is what is
+        returned; by default on the device.
         """
         sizes = self.sizes(x, attention)
         buffers = BackwardBuffers.plan(sizes, sums_on_host=make_sums is not None)
         slots = {"d_out": (d_out, buffers.d_out), "out": (y.out, buffers.out)}
         source = _Source(x, sizes, buffers.load, self.workspace, slots)
         returning = _Returning(most=1 if self.schedule.overlap else 0)
-        dkv = KvGradients(self.exchange, sizes, buffers.kv_grads, source.take, make_sums)
+        dkv = KvGradients(self.exchange, sizes, buffers.kv_grads, source.take, make_sums, home)
 
         loading = self._load(0, source)
         for j, chunk in enumerate(self.schedule.chunks):
@@ -203,7 +210,7 @@ class UntiedUlysses:
             if not self.schedule.overlap:
                 loading = self._load(j + 1, source, loaded)  # into the same buffers, free now
         returning.wait()
-        return dkv.total
+        return dkv.home
 
     def sizes(self, x: Projections, attention: Attention) -> Sizes:
         """What the buffers of a call depend on."""

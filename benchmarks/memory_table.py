@@ -118,8 +118,9 @@ class Case:
 
 def rows(subject: Subject, found: dict[Case, dict]) -> Iterator[str]:
     """The lines of one model's table."""
-    yield "| tokens | setting | tile | device peak, GiB | in H | in phase | host, GiB a rank | " + (
-        "attention forward calls a layer | attention FLOPs | exchanged a layer, H |"
+    yield (
+        "| tokens | setting | tile | device peak, GiB | in H | in phase | host, GiB per rank | "
+        "attention forward calls per layer | attention FLOPs | exchanged per layer, H |"
     )
     yield "|" + "---|" * 10
     for case, x in found.items():
@@ -142,7 +143,7 @@ def rows(subject: Subject, found: dict[Case, dict]) -> Iterator[str]:
 
 
 def report(found: dict[Case, dict]) -> str:
-    """All tables, in Markdoptions."""
+    """All tables, in Markdown."""
     lines = ["# Memory of a training step, traced", ""]
     lines += [(HERE / "results/memory_preface.md").read_text().rstrip(), ""]
     for subject in SUBJECTS:

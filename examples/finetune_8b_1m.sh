@@ -36,7 +36,7 @@ PARALLEL_ARGS=(
 )
 MEMORY_ARGS=(
     --bf16
-    --recompute-granularity selective # attention runs once a step; 516 GiB of host memory
+    --recompute-granularity selective # attention runs once per step; 516 GiB of host memory
     --cpu-offloading-num-layers all
     --sequence-tile-size 8192
     --loss-chunk-size 8192

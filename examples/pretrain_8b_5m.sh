@@ -20,7 +20,7 @@ PARALLEL_ARGS=(
 )
 MEMORY_ARGS=(
     --bf16
-    --recompute-granularity selective # attention runs once a step
+    --recompute-granularity selective # attention runs once per step
     --recompute-num-layers 8          # the input of every layer too would take more than 2 TiB
     --cpu-offloading-num-layers all
     --sequence-tile-size 8192

@@ -122,6 +122,6 @@ subprocess.check_call(
 if not losses:
     sys.exit("no validation loss: the flags leave evaluation out")
 loss = losses[-1]
-print(f"validation loss {loss:.3f} nats a token, unigram entropy of the corpus {entropy:.3f}")
+print(f"validation loss {loss:.3f} nats per token, unigram entropy of the corpus {entropy:.3f}")
 sys.exit(loss >= entropy and "the validation loss is not below the unigram entropy")
 PYTHON

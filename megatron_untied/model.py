@@ -82,7 +82,7 @@ def build_model(
     backend = choose_backend(transformer_impl, model.normalization)
     config = transformer_config(model, parallel, precision, transformer_impl)
     context = attention_context(model, parallel, groups, kernel, runtime.progress)
-    layer = layer_spec(config, backend, context, memory, arena)
+    layer = layer_spec(config, backend, context, memory, arena, ends_on_host=True)
     return ChunkedLossGPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
@@ -174,28 +174,36 @@ def layer_spec(
     context: AttentionContext,
     memory: MemoryConfig,
     arena: HostArena,
+    *,
+    ends_on_host: bool = False,
 ) -> ModuleSpec:
     """The streamed layer if layers recompute, else megatron-core's standard one."""
     submodules = layer_submodules(config, backend, context)
     if memory.recompute_granularity is None:
         return ModuleSpec(module=TransformerLayer, submodules=submodules)
+    streaming = streaming_context(
+        config.num_layers, memory, context.workspace, arena, ends_on_host=ends_on_host
+    )
     return ModuleSpec(
-        module=StreamedTransformerLayer,
-        params={
-            "streaming": streaming_context(config.num_layers, memory, context.workspace, arena)
-        },
-        submodules=submodules,
+        module=StreamedTransformerLayer, params={"streaming": streaming}, submodules=submodules
     )
 
 
 def streaming_context(
-    num_layers: int, memory: MemoryConfig, workspace: Workspace, arena: HostArena
+    num_layers: int,
+    memory: MemoryConfig,
+    workspace: Workspace,
+    arena: HostArena,
+    *,
+    ends_on_host: bool = False,
 ) -> StreamingContext:
-    """The objects that all streamed layers of one model share."""
+    """The objects that all streamed layers of one model share; see its fields."""
     store = ActivationStore(
         policy=ActivationPolicy.of(memory, num_layers), arena=arena, workspace=workspace
     )
-    return StreamingContext(tile_size=memory.sequence_tile_size, store=store)
+    return StreamingContext(
+        tile_size=memory.sequence_tile_size, store=store, ends_on_host=ends_on_host
+    )
 
 
 def layer_submodules(

@@ -47,11 +47,11 @@ class MemoryCategory(StrEnum):
     """Purpose of an allocation; the rows of the planner's and the tracer's tables."""
 
     STATES = "weights and moments"
-    GRADIENTS = "gradients at rest"
+    GRADIENTS = "sharded gradients"
     GATHERED = "gathered weights"
-    WEIGHT_GRADIENTS = "gradients on their way"
+    WEIGHT_GRADIENTS = "unreduced gradients"
     RESIDUAL = "residual"
-    KEPT = "kept for backward"
+    KEPT = "saved activations"
     SLOTS = "attention outputs, all heads"
     CHUNKS = "chunks of heads"
     KERNEL = "attention kernel"
@@ -59,7 +59,6 @@ class MemoryCategory(StrEnum):
     LOGITS = "logits"
     INPUTS = "batch and rotary table"
     LOADER = "data loader"
-    PARKED = "parked during attention"
     CHECKPOINT = "checkpoint being written"
 
 

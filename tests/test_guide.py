@@ -1,8 +1,10 @@
-"""Every command of the guide to 1M tokens, in order, as its rehearsal with a tiny model."""
+"""Every command of the guides to 1M tokens and to chats, in order, rehearsed with a tiny model."""
+
+import re
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron_untied.checkpoint.directory import latest_iteration
 from tests.test_readme import commands, run
@@ -30,3 +32,22 @@ def test_every_command_of_the_guide(tmp_path):
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert "model.layers.0.self_attn.q_proj.weight" in changed
+
+
+@pytest.mark.timeout(900)  # a minute when the machine is idle
+def test_every_command_of_the_guide_to_chats(tmp_path):
+    first, *others = commands("docs/fine_tune_on_chats.md")
+    folder = tmp_path / "rehearsal"
+    run(first.replace("--folder rehearsal", f"--folder {folder}"))
+    said = "".join(run(command, folder) for command in others)
+    assert (folder / "lengths.png").stat().st_size > 10_000
+    assert re.search(
+        r"assistant<\|end_header_id\|>\n\n\u27e6[^\u27e7]+<\|eot_id\|>\u27e7<\|start_h", said
+    )
+    described = re.findall(
+        r"^ ?sft: 300 chats \| \d+ longer than 4096 tokens dropped \| .*", said, re.M
+    )
+    assert len(described) == 2  # by the tool and by the run
+    assert re.search(r"iteration +6/ +6 .* lm loss", said)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "Llama-3.1-8B-chat")
+    assert tokenizer.chat_template

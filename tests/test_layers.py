@@ -1,6 +1,7 @@
 """Imports point downwards: a module imports from its own layer or from lower ones."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     ("platform", "config", "presets", "dtypes", "phases", "step_progress"),
-    ("norms", "matmul", "backends", "rope", "flops", "tiling"),
+    ("norms", "matmul", "backends", "rope", "flops", "tiling", "residual"),
     ("context_parallel",),
     ("streaming", "loss"),
     ("gpt_model", "model"),
@@ -57,6 +58,14 @@ def test_a_module_imports_nothing_from_above(name):
         other for other in imports_of(name) if "." in other and RANK[room(other)] > RANK[room(name)]
     }
     assert not above, f"{name} is in layer {RANK[room(name)]}"
+
+
+def test_the_architecture_page_has_the_same_layers():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("## Layers of the code")[2].partition("\n\n##")[0]
+    rows = [row.split("|")[2] for row in table.splitlines() if row.startswith("|")][2:]
+    named = [set(re.findall(r"`(\w+)`", row)) for row in rows]
+    assert named == [set(layer) for layer in reversed(LAYERS)]
 
 
 def test_no_circle():

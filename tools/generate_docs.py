@@ -11,6 +11,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ GROUPS = {
 
 
 def files_page() -> str:
-    """Every Python file and script with its purpose."""
+    """Every module of the package and every script with its purpose."""
     package = ROOT / "megatron_untied"
     lines = [FILES_HEADER]
     for group, folders in GROUPS.items():
@@ -105,6 +106,7 @@ def files_page() -> str:
     for title, folder in (
         ("Tools", "tools"),
         ("Benchmarks", "benchmarks"),
+        ("Report on a GPU", "benchmarks/gpu"),
         ("Examples", "examples"),
     ):
         lines += [f"## {title}", "", *_table(folder, ROOT / folder)]
@@ -114,11 +116,13 @@ def files_page() -> str:
 def _table(name: str, folder: Path) -> Iterator[str]:
     init = folder / "__init__.py"
     yield f"**`{name}/`** {_purpose(init) if init.exists() else ''}".rstrip()
-    yield from ("", "| file | purpose |", "|---|---|")
-    for file in sorted(folder.iterdir()):
-        if file.suffix in (".py", ".sh", ".sbatch", ".yaml") and file.name != "__init__.py":
-            yield f"| `{file.name}` | {_purpose(file)} |"
+    suffixes = ".py", ".sh", ".sbatch", ".yaml"
+    files = [x for x in sorted(folder.iterdir()) if x.suffix in suffixes and x != init]
     yield ""
+    if files:
+        yield from ("| file | purpose |", "|---|---|")
+        yield from (f"| `{file.name}` | {_purpose(file)} |" for file in files)
+        yield ""
 
 
 def _purpose(file: Path) -> str:
@@ -131,41 +135,51 @@ def _purpose(file: Path) -> str:
     return text.split("\n\n")[0].split("\n#\n")[0].replace("\n", " ").replace("|", "\\|")
 
 
-NODES = {
-    "8 x H100 80 GB, 2 TiB": "--gpus-per-node 8 --gpu h100-80 --host-memory-gib 2048",
-    "8 x H100 80 GB, 1 TiB": "--gpus-per-node 8 --gpu h100-80 --host-memory-gib 1024",
-    "8 x A100 40 GB, 1 TiB": "--gpus-per-node 8 --gpu a100-40 --host-memory-gib 1024",
-    "1 x H100 80 GB, 512 GiB": "--gpus-per-node 1 --gpu h100-80 --host-memory-gib 512",
+H100_2TIB = "--gpus-per-node 8 --gpu h100-80 --host-memory-gib 2048"
+TABLE_ROWS = {
+    ("llama3-8b", "8 x H100 80 GB, 2 TiB"): f"{H100_2TIB} --context-parallel-size 8",
+    ("llama3-8b", "8 x H100 80 GB, 1 TiB"): (
+        "--gpus-per-node 8 --gpu h100-80 --host-memory-gib 1024 --context-parallel-size 8"
+    ),
+    ("llama3-8b", "8 x A100 40 GB, 1 TiB"): (
+        "--gpus-per-node 8 --gpu a100-40 --host-memory-gib 1024 --context-parallel-size 8"
+    ),
+    ("llama3-8b", "1 x H100 80 GB, 512 GiB"): (
+        "--gpus-per-node 1 --gpu h100-80 --host-memory-gib 512"
+    ),
+    ("qwen3-32b", "8 x H100 80 GB, 2 TiB"): f"{H100_2TIB} --context-parallel-size 8",
+    ("qwen3-32b", "2 nodes of 8 x H100 80 GB, 2 TiB"): (
+        f"{H100_2TIB} --nodes 2 --context-parallel-size 16 --cp-comm-type a2a+p2p "
+        "--hierarchical-context-parallel-sizes 8 2"
+    ),
 }
+"""By model and nodes: flags of the machine and of its ranks."""
 LENGTHS = {"128K": 1 << 17, "512K": 1 << 19, "1M": 1 << 20, "2M": 1 << 21, "5M": 5 << 20}
 SETTINGS = (
-    "--model llama3-8b --bf16 --use-torch-fsdp2 --cp-heads-per-chunk all "
-    "--loss-chunk-size 2048 --seq-length {tokens} "
-    "--context-parallel-size {ranks} {node}"
+    "--model {model} --bf16 --use-torch-fsdp2 --cp-heads-per-chunk all "
+    "--loss-chunk-size 2048 --seq-length {tokens} {machine}"
 )
 TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", re.S)
 
 
 def settings_page() -> str:
     """The page on choosing settings with its table made anew; takes a minute."""
-    lines = ["", "| node | tokens | flags to add | GPU, GiB | host, GiB | step |"]
-    lines.append("|---|---|---|---|---|---|")
-    for node, machine in NODES.items():
-        for length, tokens in LENGTHS.items():
-            ranks = machine.split()[1]
-            flags = SETTINGS.format(tokens=tokens, ranks=ranks, node=machine).split()
-            request = parse_plan_request(flags)
-            found = search(Plan(request.config, request.machine))
-            cells = [node, length, "does not fit", "", "", ""]
-            if found is not None:
-                changes, plan = found
-                cells[2] = " ".join(f"`{change}`" for change in changes) or "none"
-                cells[3:] = [
-                    f"{plan.peak.num_bytes / GIB:.1f}",
-                    f"{plan.host.total() * int(ranks) / GIB:,.0f}",
-                    f"{plan.time.seconds:,.0f} s",
-                ]
-            lines.append(f"| {' | '.join(cells)} |")
+    lines = ["", "| model | node | tokens | flags to add | GPU, GiB | host, GiB | step |"]
+    lines.append("|---" * 7 + "|")
+    for ((model, node), machine), (length, tokens) in product(TABLE_ROWS.items(), LENGTHS.items()):
+        flags = SETTINGS.format(model=model, tokens=tokens, machine=machine)
+        request = parse_plan_request(flags.split())
+        found = search(Plan(request.config, request.machine))
+        cells = [f"`{model}`", node, length, "does not fit", "", "", ""]
+        if found is not None:
+            changes, plan = found
+            cells[3] = " ".join(f"`{change}`" for change in changes) or "none"
+            cells[4:] = [
+                f"{plan.peak.num_bytes / GIB:.1f}",
+                f"{plan.host.total() * request.machine.gpus_per_node / GIB:,.0f}",
+                f"{plan.time.seconds:,.0f} s",
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
     table = "\n".join([*lines, "", ""])
     return TABLE.sub(lambda _: table, (DOCS / "choosing_settings.md").read_text())
 

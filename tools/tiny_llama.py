@@ -1,18 +1,21 @@
-"""Write a tiny model of Llama 3.1's kind, and text, to rehearse docs/extend_llama_to_1m.md with.
+"""Write a tiny model of Llama 3.1's kind, text and chats, to rehearse the guides in docs with.
 
     python tools/tiny_llama.py --folder rehearsal
 
 The folder gets Llama-3.1-8B, a Hugging Face folder with random weights and a tokenizer of its own;
-books.jsonl, sources of Python's standard library; and links to this repository's programs, so that
-the guide's commands work there as they stand.
+books.jsonl, sources of Python's standard library; chats.jsonl, questions about its functions; and
+links to this repository's programs. There the commands of docs/extend_llama_to_1m.md and of
+docs/fine_tune_on_chats.md work as they stand.
 """
 
 import argparse
+import ast
 import json
 import os
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -21,8 +24,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ("tools", "examples", "pretrain_gpt.py")
-MODEL, TEXT = "Llama-3.1-8B", "books.jsonl"
-NUM_DOCUMENTS, VOCAB_SIZE, END = 100, 1000, "<|end_of_text|>"
+MODEL, TEXT, CHATS = "Llama-3.1-8B", "books.jsonl", "chats.jsonl"
+NUM_DOCUMENTS, NUM_CHATS, VOCAB_SIZE, END = 100, 300, 1000, "<|end_of_text|>"
+SPECIAL = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+{{- message.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+"""Llama 3's without tools."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write(folder)
     except (ValueError, OSError) as error:
         sys.exit(f"tiny_llama: {error}")
-    print(f"{folder}: {MODEL}, {TEXT}, and links to {', '.join(PROGRAMS)}")
+    print(f"{folder}: {MODEL}, {TEXT}, {CHATS}, and links to {', '.join(PROGRAMS)}")
 
 
 def write(folder: Path) -> None:
@@ -52,10 +66,24 @@ def write(folder: Path) -> None:
     texts = [source.read_text(encoding="utf-8") for source in sources]
     lines = (json.dumps({"text": text}) + "\n" for text in texts)
     (folder / TEXT).write_text("".join(lines))
+    chats = islice((chat for text in texts for chat in chats_of(text)), NUM_CHATS)
+    (folder / CHATS).write_text("".join(json.dumps({"messages": x}) + "\n" for x in chats))
     write_tokenizer(folder / MODEL, texts)
     write_model(folder / MODEL)
     for name in PROGRAMS:
         os.symlink(ROOT / name, folder / name)
+
+
+def chats_of(source: str) -> Iterator[list[dict[str, str]]]:
+    """A chat about each documented function: what it is for, and its code."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
+            yield [
+                {"role": "user", "content": f"What does {node.name} do?"},
+                {"role": "assistant", "content": ast.get_docstring(node)},
+                {"role": "user", "content": "Show me the code."},
+                {"role": "assistant", "content": ast.get_source_segment(source, node)},
+            ]
 
 
 def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
@@ -65,12 +93,14 @@ def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=[END],
+        special_tokens=[END, *SPECIAL],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, chat_template=CHAT_TEMPLATE
+    ).save_pretrained(folder)
 
 
 def write_model(folder: Path) -> None:

@@ -116,29 +116,29 @@ def run_settings(record: Record, sizes: Sizes) -> None:
             record.row("layer", **row, seconds=seconds, ratio=seconds / base if base else None)
 
 
-def run_stash(record: Record, sizes: Sizes) -> None:
+def run_offload(record: Record, sizes: Sizes) -> None:
     """Rates of copies, and what of a layer's copies is not hidden under its attention."""
-    config, tokens = config_of(sizes), sizes.stash_length
+    config, tokens = config_of(sizes), sizes.offload_length
     start_one_rank(config)
     rates = {kind: copy_rate(kind, sizes.copy_bytes) for kind in ("to the host", "from the host")}
     for kind, rate in rates.items():
         record.row("copies", direction=kind, **{"GB/s": rate / 1e9})
     seconds = []
-    for offloaded in (0, 1):
-        layers = layers_of(config, {}, cpu_offloading_num_layers=offloaded)
+    for num_offloaded in (0, 1):
+        layers = layers_of(config, {}, cpu_offloading_num_layers=num_offloaded)
         step_seconds(layers, tokens, config.model.hidden_size)  # allocates and registers
         seconds.append(step_seconds(layers, tokens, config.model.hidden_size))
-    kept, stashed = seconds
+    kept, offloaded = seconds
     num_bytes = layers[0].streaming.store.arena.peak_used_bytes
     copying = sum(num_bytes / rate for rate in rates.values())
     numbers = {
         "MiB": num_bytes / 2**20,
         "seconds, kept on the device": kept,
-        "seconds, on the host": stashed,
+        "seconds, on the host": offloaded,
         "seconds of copies": copying,
-        "share hidden": 1 - max(0.0, stashed - kept) / copying,
+        "share hidden": 1 - max(0.0, offloaded - kept) / copying,
     }
-    record.row("a layer's stash", tokens=tokens, **numbers)
+    record.row("offload of a layer", tokens=tokens, **numbers)
 
 
 def copy_rate(kind: str, num_bytes: int) -> float:

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.record import Record
-from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.training import ROOT, TrainingFailed, train
+from benchmarks.gpu.sizes import ROOT, Sizes
+from benchmarks.gpu.training import TrainingFailed, train
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.cli.planner_flags import complete
 from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, Machine, this_gpu
@@ -23,9 +23,9 @@ SETTINGS = {
     "on the host, parked": "--cpu-offloading-num-layers all --park-during-attention ",
 }
 GOAL = 0.03
-"""Of the measured peak, that plan and trace may be off."""
+"""Allowed error of plan and trace, as a share of the measured peak."""
 MARGIN = 1.06
-"""Of the longest context that fills the card; a first step has no moments yet."""
+"""Factor above the longest context at which a run must fail; a first step has no Adam moments."""
 
 
 def this_machine_alone() -> Machine:
@@ -75,9 +75,9 @@ def run_longest(record: Record, sizes: Sizes) -> None:
     """The longest context that the plan gives must run; beyond the whole card it must not."""
     flags = f"{sizes.model.format(layers=2)} --window-size {sizes.context_window - 1},0 "
     plan = plan_of(f"{flags} --seq-length {sizes.memory_length}")
-    reserve = replace(plan.machine, gpu_memory_gib=plan.machine.gpu_memory_gib + DEVICE_RESERVE_GIB)
+    card = replace(plan.machine, gpu_memory_gib=plan.machine.gpu_memory_gib + DEVICE_RESERVE_GIB)
     predicted = longest(plan, with_host=True)
-    without_reserve = longest(replace(plan, machine=reserve), with_host=True)
+    without_reserve = longest(replace(plan, machine=card), with_host=True)
     record.row("predicted", limit="the plan", tokens=predicted)
     record.row("predicted", limit="without the reserve of the plan", tokens=without_reserve)
     if not torch.cuda.is_available():

@@ -1,6 +1,7 @@
 """What a part found: tables and problems, kept in a file that is complete after every row."""
 
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ class Record:
 
     @property
     def seconds_left(self) -> float:
-        """Of the budget."""
+        """Seconds left of the budget."""
         return self.budget_seconds - (time.monotonic() - self._began)
 
     def row(self, table: str, **cells: Any) -> None:
@@ -40,7 +41,10 @@ class Record:
 
     def _write(self) -> None:
         content = {"tables": self.tables, "problems": self.problems}
-        self.path.write_text(json.dumps(content, indent=1) + "\n")
+        # Replaced at once: the process may be killed at any moment, and what is there is read then.
+        unfinished = self.path.with_suffix(".part")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(unfinished, self.path)
 
 
 def shown(value: Any) -> str:

@@ -5,10 +5,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.gpu.sizes import ROOT
 from megatron_untied.cli.planner_flags import complete
 from megatron_untied.training.metrics import read_metrics
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class TrainingFailed(RuntimeError):

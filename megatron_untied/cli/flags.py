@@ -117,12 +117,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag(
             "--yarn-beta-fast",
             turns,
-            help="yarn: keep pairs with more rotations in it (32)",
+            help="yarn: keep pairs with more rotations within the original context (32)",
         ),
         flag(
             "--yarn-beta-slow",
             turns,
-            help="yarn: fully scale pairs with fewer rotations in it (1)",
+            help="yarn: fully scale pairs with fewer rotations within the original context (1)",
         ),
         flag("--yarn-mscale", mscale, help="yarn: numerator of the attention factor"),
         flag(
@@ -190,8 +190,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "--hierarchical-context-parallel-sizes",
             count,
             nargs=2,
-            metavar=("A", "P"),
-            help="a2a+p2p: A ranks of a Ulysses group, P groups in a ring",
+            metavar=("A", "R"),
+            help="a2a+p2p: A Ulysses ranks (a group that exchanges heads), R ring ranks",
         ),
         flag(
             "--cp-heads-per-chunk",
@@ -214,7 +214,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag(
             "--distributed-timeout-minutes",  # limits: arguments.py, where a step's time is known
             amount,
-            help="timeout of a collective (10, or longer if a step is at 200 TFLOP/s per GPU)",
+            help="timeout of a collective "
+            "(10, or the time of a step at 200 TFLOP/s per GPU if longer)",
         ),
     ),
     "memory and precision": (
@@ -250,7 +251,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             metavar="N|all",
             help="layers whose saved activations are offloaded to the host",
         ),
-        switch("--park-during-attention", "offload what attention does not need while it runs"),
+        switch("--park-during-attention", "keep the residual, its gradient, dK and dV on the host"),
         flag(
             "--transformer-impl",
             default="local",
@@ -476,8 +477,10 @@ NOT_YET: dict[str, str] = {
     "--num-experts": "there are no mixture-of-experts layers",
     "--fp16": "use --bf16, or neither for fp32",
     "--fp8-format": "use --bf16, or neither for fp32",
-    "--overlap-grad-reduce": "gradients are reduced after the last micro-batch",
-    "--overlap-param-gather": "parameters are gathered before the next step begins",
+    "--overlap-grad-reduce": "gradients are reduced after the last micro-batch; with "
+    "--use-torch-fsdp2 in every micro-batch, beside its backward",
+    "--overlap-param-gather": "parameters are gathered before the next step begins; with "
+    "--use-torch-fsdp2 the next layer's are always gathered beside a layer",
     "--train-samples": "use --train-iters",
     "--rotary-interleaved": "pairs are rotated across the halves of a head",
     "--no-rope-freq": "every layer has rotary embedding",

@@ -5,6 +5,7 @@ not depend on, such as the learning rate, have defaults here.
 """
 
 import argparse
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from megatron_untied.checkpoint.run_config import read_model_config
 from megatron_untied.cli.arguments import FlagParser, parse_arguments, parse_flags
 from megatron_untied.cli.flag_values import count, real
+from megatron_untied.cli.validate import problems
 from megatron_untied.config.flag_names import value_name
 from megatron_untied.config.run import RunConfig
 from megatron_untied.planner.machine import (
@@ -23,6 +25,7 @@ from megatron_untied.planner.machine import (
     read_gpus,
     unlisted_gpu,
 )
+from megatron_untied.planner.search import legal_chunks
 
 ASSUMED_FLAGS = {
     "micro_batch_size": ["--micro-batch-size", "1"],
@@ -46,6 +49,8 @@ class PlanRequest:
     """Training flags, including those that were assumed."""
     other_ranks: tuple[RunConfig, ...] = ()
     """The same run with other parallel sizes, if the flags do not give them."""
+    more_context_ranks: tuple[tuple[str, RunConfig], ...] = ()
+    """Flags, and the same run with them: every larger context-parallel size, smallest first."""
     assumed_length: bool
     """No --seq-length was given, so only the search for the longest context is reported."""
     max_context: bool
@@ -79,17 +84,20 @@ def parse_plan_request(argv: Sequence[str], description: str | None = None) -> P
         # Divisible over all ranks at every split; the search replaces it.
         shortest = 2 * machine.world_size * given.get("tensor_model_parallel_size", 1)
         words += ["--seq-length", str(shortest)]
-    other_ranks = ()
+    config = parse_arguments(words, world_size=machine.world_size)
+    larger = tuple(_more_context_ranks(config, given, machine))
+    other_ranks: tuple[RunConfig, ...] = ()
     if own.max_context and "context_parallel_size" not in given:
-        splits = _splits(given, machine)
+        ranks = machine.world_size // config.parallel.tensor_model_parallel_size
         other_ranks = tuple(
-            parse_arguments([*words, *split], world_size=machine.world_size) for split in splits
+            each for _, each in larger if each.parallel.context_parallel_size == ranks
         )
     return PlanRequest(
-        config=parse_arguments(words, world_size=machine.world_size),
+        config=config,
         machine=machine,
         training=tuple(words),
         other_ranks=other_ranks,
+        more_context_ranks=larger,
         assumed_length=assumed_length,
         max_context=own.max_context,
         compare=own.compare,
@@ -99,18 +107,46 @@ def parse_plan_request(argv: Sequence[str], description: str | None = None) -> P
     )
 
 
-def _splits(given: Mapping[str, Any], machine: Machine) -> Iterator[list[str]]:
-    """Yield flags by which all ranks share one sequence: one Ulysses group, or a ring of nodes."""
-    t = given.get("tensor_model_parallel_size", 1)
-    p, per_node = machine.world_size // t, machine.gpus_per_node // t
-    if p == 1 or given.keys() & {"cp_comm_type", "hierarchical_context_parallel_sizes"}:
+def _more_context_ranks(
+    config: RunConfig, given: Mapping[str, Any], machine: Machine
+) -> Iterator[tuple[str, RunConfig]]:
+    """Flags and runs of all valid context-parallel sizes above that of ``config``, ascending.
+
+    Ranks of several nodes share a sequence as one Ulysses group, and also as a ring of nodes.
+    """
+    if given.keys() & {"cp_comm_type", "hierarchical_context_parallel_sizes"}:
         return
-    shared = ["--context-parallel-size", str(p)]
-    yield shared
-    # A window needs whole sequences on each rank, so it excludes a ring.
-    if machine.nodes > 1 and per_node * machine.nodes == p and not given.get("window_size"):
-        sizes = ["--hierarchical-context-parallel-sizes", str(per_node), str(machine.nodes)]
-        yield [*shared, "--cp-comm-type", "a2a+p2p", *sizes]
+    t, batch = config.parallel.tensor_model_parallel_size, config.batch
+    ranks, per_node = machine.world_size // t, machine.gpus_per_node // t
+    for p in range(config.parallel.context_parallel_size + 1, ranks + 1):
+        if ranks % p:
+            continue
+        sizes = [("a2a", None)]
+        # A window needs whole sequences on each rank, so it excludes a ring.
+        if per_node and p > per_node and p % per_node == 0 and config.model.window_size is None:
+            sizes.append(("a2a+p2p", (per_node, p // per_node)))
+        for comm_type, hierarchical in sizes:
+            flags = f"--context-parallel-size {p}"
+            if hierarchical is not None:
+                flags += f" --cp-comm-type {comm_type} --hierarchical-context-parallel-sizes "
+                flags += " ".join(map(str, hierarchical))
+            shared = replace(
+                config.parallel,
+                context_parallel_size=p,
+                cp_comm_type=comm_type,
+                hierarchical_context_parallel_sizes=hierarchical,
+            )
+            # By default a step has one micro-batch on each data-parallel rank.
+            samples = given.get("global_batch_size") or batch.micro_batch_size * (ranks // p)
+            larger = replace(
+                config, parallel=shared, batch=replace(batch, global_batch_size=samples)
+            )
+            u = shared.heads_per_chunk
+            if u not in ("all", "auto") and u not in legal_chunks(larger):
+                flags += " --cp-heads-per-chunk auto"
+                larger = replace(larger, parallel=replace(shared, heads_per_chunk="auto"))
+            if not any(problems(larger, machine.world_size)):  # such as an indivisible length
+                yield flags, larger
 
 
 def complete(training: Sequence[str]) -> list[str]:
@@ -132,7 +168,7 @@ def complete(training: Sequence[str]) -> list[str]:
 def planner_parser(description: str | None = None) -> argparse.ArgumentParser:
     """A parser of the flags that training does not have."""
     built = FlagParser(
-        usage="%(prog)s [these] TRAINING FLAGS",
+        usage="%(prog)s [PLANNER FLAGS] TRAINING FLAGS",
         allow_abbrev=False,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -147,7 +183,9 @@ def planner_parser(description: str | None = None) -> argparse.ArgumentParser:
     )
     built.add_argument("--compare", action="store_true", help="also estimate published methods")
     built.add_argument(
-        "--buffers", action="store_true", help="also list every buffer: size, phases, aliases"
+        "--buffers",
+        action="store_true",
+        help="also list every planned buffer: size, phases, what shares its memory",
     )
     built.add_argument(
         "--json",
@@ -166,15 +204,19 @@ _MEMORY, _HOST, _NODE_LINK, _NETWORK = (
 )
 _GPU_FLAGS = {
     _MEMORY: ("memory_gib", "GiB", "memory of one GPU"),
-    "--gpu-tflops": ("bf16_tflops", "TFLOP/s", "its peak in bf16, dense"),
-    "--gpu-bandwidth-gb-per-second": ("memory_gb_per_second", "GB/s of memory", "of its memory"),
-    "--gpu-host-link-gb-per-second": ("pcie_gb_per_second", "GB/s to the host", "one direction"),
+    "--gpu-tflops": ("bf16_tflops", "TFLOP/s", "peak bf16 TFLOP/s without sparsity"),
+    "--gpu-bandwidth-gb-per-second": ("memory_gb_per_second", "GB/s of memory", "memory bandwidth"),
+    "--gpu-host-link-gb-per-second": (
+        "pcie_gb_per_second",
+        "GB/s to the host",
+        "host link, one direction",
+    ),
     _NODE_LINK: (
         "nvlink_gb_per_second",
         "GB/s to other GPUs of the node",
-        "one direction; for a GPU not in the list: the host link's",
+        "link to the GPUs of the node, one direction; for a GPU not in the list: the host link's",
     ),
-    _NETWORK: ("network_gb_per_second", "GB/s to other nodes", "one direction, for each GPU"),
+    _NETWORK: ("network_gb_per_second", "GB/s to other nodes", "network per GPU, one direction"),
 }
 """By flag: the field of a Gpu, its unit, and its description."""
 
@@ -183,8 +225,12 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that :func:`machine_of` reads."""
     group = parser.add_argument_group(
         "machine",
-        "A GPU that is not in the list can have any name, if flags describe it: "
-        f"{' '.join(_needed(nodes=1))}, and {_NETWORK} for several nodes.",
+        textwrap.fill(
+            "A GPU that is not in the list can have any name, if flags describe it: "
+            f"{' '.join(_needed(nodes=1))}, and {_NETWORK} for several nodes.",
+            width=78,
+            break_on_hyphens=False,
+        ),
     )
     group.add_argument("--gpus-per-node", type=count, default=8, help="ranks per node (8)")
     group.add_argument("--nodes", type=count, default=1, help="number of equal nodes (1)")

@@ -115,7 +115,7 @@ def _hierarchical_sizes(parallel: ParallelConfig) -> Iterator[str]:
     if sizes is None:
         num_ulysses = _divisor(p, max(1, p // 2))  # the largest group that leaves a ring
         yield (
-            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A P, a ring of P "
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A R, a ring of R "
             f"groups of A ranks, such as {num_ulysses} {p // num_ulysses}"
         )
     elif math.prod(sizes) != p:

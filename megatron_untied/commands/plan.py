@@ -28,9 +28,18 @@ from megatron_untied.planner import buffer_table
 from megatron_untied.planner.baselines import METHODS, Setting
 from megatron_untied.planner.longest_context import LongestContext, limit_of, longest_context
 from megatron_untied.planner.machine import GIB
-from megatron_untied.planner.plan import Plan, longest, peak_bytes
+from megatron_untied.planner.plan import Plan, fits, longest
 from megatron_untied.planner.report import as_json, print_line, print_plan
-from megatron_untied.planner.search import candidates, choose, describe, is_automatic, search
+from megatron_untied.planner.search import (
+    candidates,
+    choose,
+    describe,
+    is_automatic,
+    nearest,
+    search,
+    settings,
+    sizes,
+)
 
 EXAMPLE = "--model llama3-8b --bf16 --gpus-per-node 8 --max-context"
 
@@ -64,10 +73,10 @@ def answer(request: PlanRequest) -> int:
         configs = [request.config, *request.other_ranks]
         best = longest_context([Plan(config, request.machine) for config in configs])
     # A length that was only assumed has a plan too, which the longest one replaces.
-    plan, is_chosen = plan_of(request)
+    plan = plan_of(request)
     if best is not None and request.assumed_length:
         plan = best.plan
-    elif is_chosen:
+    elif is_automatic(request.config):
         print_line(console, describe(plan))
     if request.max_context:
         longest_found = report_longest(request, best, console)
@@ -79,7 +88,7 @@ def answer(request: PlanRequest) -> int:
     if not plan.fits:
         # If no length fits with any flags, another search is in vain.
         none_fits = request.max_context and best is None
-        found["would_fit_with"] = None if none_fits else suggest(plan, console)
+        found["would_fit_with"] = None if none_fits else suggest(request, console)
     if request.max_context:
         found["longest"] = longest_found
     if request.compare:
@@ -88,29 +97,52 @@ def answer(request: PlanRequest) -> int:
     return 0 if plan.fits else 1
 
 
-def plan_of(request: PlanRequest) -> tuple[Plan, bool]:
-    """The plan, and whether the planner chose settings of it that fit."""
+def plan_of(request: PlanRequest) -> Plan:
+    """The plan; with automatic settings that do not fit, the one that lacks least."""
     config, machine = request.config, request.machine
     if not is_automatic(config):
-        return Plan(config, machine), False
-    try:
-        return choose(config, machine), True
-    except ValueError:
-        # Nothing fits: the plan with the smallest peak shows how much is missing.
-        plans = (Plan(candidate, machine) for candidate in candidates(config, machine))
-        return min(plans, key=peak_bytes), False
+        return Plan(config, machine)
+    plans = [Plan(candidate, machine) for candidate in candidates(config, machine)]
+    return choose(config, machine) if any(map(fits, plans)) else nearest(plans)
 
 
-def suggest(plan: Plan, console: Console) -> list[str] | None:
-    """Print the flags with which it would fit."""
-    found = search(plan)
+FAR_SLOWER = 0.9
+"""Share of the tokens/s with all ranks on one sequence, below which that is suggested instead."""
+
+
+def suggest(request: PlanRequest, console: Console) -> list[str] | None:
+    """Print the flags with which it would fit.
+
+    The given context-parallel size is kept if it fits and is not far slower than all ranks on one
+    sequence; else the smallest size that fits, or all ranks, is among the flags.
+    """
+    config, machine = request.config, request.machine
+    found = search(Plan(config, machine))
+    ranks = machine.world_size // config.parallel.tensor_model_parallel_size
+    for more_ranks, larger in request.more_context_ranks:
+        if found is not None and larger.parallel.context_parallel_size < ranks:
+            continue
+        other = search(Plan(larger, machine))
+        if other is None:
+            continue
+        flags, plan = other
+        speed = plan.time.tokens_per_second_per_gpu
+        if found is None or found[1].time.tokens_per_second_per_gpu < FAR_SLOWER * speed:
+            found = [more_ranks, *flags], plan
     if found is None:
         print_line(console, "no flags make it fit: use more ranks or a shorter sequence")
         return None
-    flags, better = found
-    # describe() begins with the settings, which are in the flags already.
-    print_line(console, f"would fit with {' '.join(flags)}: {describe(better).partition(' | ')[2]}")
-    print_line(console, f"and then takes {better.time.seconds:,.1f} s a step")
+    flags, plan = found
+    words = " ".join(flags)
+    if is_automatic(config) or "auto" in words:  # what a run with these flags will choose
+        words += f" (auto: {settings(plan)})"
+    print_line(console, f"would fit with {words}: {sizes(plan)}")
+    time = plan.time
+    print_line(
+        console,
+        f"and then takes {time.seconds:,.1f} s per step, "
+        f"{time.tokens_per_second_per_gpu:,.1f} tokens/s/GPU",
+    )
     return flags
 
 
@@ -140,7 +172,7 @@ def report_longest(
     print_line(
         console,
         f"longest context with the best flags: {best.tokens:,} tokens, limited by {best.limit}; "
-        f"{seconds:,.1f} s a step. Start it with",
+        f"{seconds:,.1f} s per step. Start it with",
     )
     print_line(console, command)
     best_found = {

@@ -28,14 +28,14 @@ def curve(lines: list[dict], key: str) -> Curve:
 
 
 def draw(train: Curve, validation: Curve, unigram_entropy: float | None):
-    """A figure of the curves, in nats a token."""
+    """A figure of the curves, in nats per token."""
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     axes.plot(*train, linewidth=1, label="training")
     if validation[0]:
         axes.plot(*validation, marker="o", label="validation")
     if unigram_entropy is not None:
         axes.axhline(unigram_entropy, color="gray", linestyle="--", label="unigram entropy")
-    axes.set(xlabel="iteration", ylabel="cross-entropy (nats a token)")
+    axes.set(xlabel="iteration", ylabel="cross-entropy (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
     return figure

@@ -2,7 +2,7 @@
 
     python tools/dataset_statistics.py data/corpus_text_document --json
 
-The unigram entropy, in nats a token, is what the loss must fall below before a model can be said
+The unigram entropy, in nats per token, is what the loss must fall below before a model can be said
 to have learned anything from context.
 """
 
@@ -42,6 +42,6 @@ def describe(statistics: DatasetStatistics) -> str:
         f"documents        {statistics.num_documents:,}\n"
         f"tokens           {statistics.num_tokens:,}\n"
         f"distinct tokens  {statistics.num_distinct_tokens:,}\n"
-        f"unigram entropy  {statistics.unigram_entropy:.4f} nats a token\n"
+        f"unigram entropy  {statistics.unigram_entropy:.4f} nats per token\n"
         f"document tokens  {lengths}"
     )

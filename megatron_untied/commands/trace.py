@@ -101,9 +101,9 @@ def print_trace(trace: StepTrace, console: Console) -> None:
     )
     print_line(
         console,
-        f"a layer: attention forward {trace.attention_forward_calls_per_layer:g} times a step, "
+        f"per layer: attention forward {trace.attention_forward_calls_per_layer:g} times per step, "
         f"{trace.exchange_bytes_per_layer / GIB:.2f} GiB exchanged; attention "
-        f"{trace.attention_flops:.4g} FLOPs a step",
+        f"{trace.attention_flops:.4g} FLOPs per step",
     )
 
 

@@ -80,7 +80,7 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = 1
     sequence_parallel: bool = False
-    context_parallel_size: int = 1  # p = A x P
+    context_parallel_size: int = 1  # p = a r
     cp_comm_type: Literal["a2a", "p2p", "a2a+p2p"] = "a2a"
     hierarchical_context_parallel_sizes: tuple[int, int] | None = None
     """(Ulysses ranks, ring ranks), for a2a+p2p."""
@@ -93,7 +93,7 @@ class ParallelConfig:
 
     @property
     def num_ulysses_and_ring(self) -> tuple[int, int]:
-        """Sizes (A, P) of a Ulysses group and of a ring."""
+        """Sizes (a, r) of a Ulysses group and of a ring."""
         p = self.context_parallel_size
         return {"a2a": (p, 1), "p2p": (1, p)}.get(
             self.cp_comm_type, self.hierarchical_context_parallel_sizes
@@ -112,7 +112,8 @@ class MemoryConfig:
     cpu_offloading_num_layers: int = 0
     """Layers whose saved activations are offloaded to the host."""
     park_during_attention: bool = False
-    """Offload the residual, its gradient and attention outputs while attention runs."""
+    """Keep the residual, its gradient, attention outputs and dK and dV on the host, from where they
+    pass the device by tiles and by chunks of heads."""
     sequence_tile_size: int = 8192
     """Tokens per tile in the token-wise parts of a streamed layer."""
     loss_chunk_size: int | None = None

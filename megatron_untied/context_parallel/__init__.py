@@ -1,22 +1,15 @@
 """Context parallelism: the tokens and heads of each rank, and attention over all of them.
 
-One legend for the whole project:
-
-======  ==========================================  ======  ====================================
-``s``   tokens in the whole sequence                ``h``   query heads on this TP rank
-``p``   context-parallel ranks, a * r               ``g``   key-value heads on this TP rank
-``a``   Ulysses ranks: they trade tokens for heads  ``d``   head width
-``r``   ring ranks: they pass keys and values on    ``u``   query heads per chunk, on all a ranks
-``n``   tokens per rank, s/p                        ``m``   hidden size
-``b``   micro-batch                                 ``t``   tensor-parallel ranks
-======  ==========================================  ======  ====================================
+The letters of shapes are those of ``docs/glossary.md``: s tokens in the sequence, p = a * r ranks
+(a Ulysses, r ring), n = s/p tokens per rank, b micro-batch, m hidden size, d head width; h query
+heads and g key-value heads on one tensor-parallel rank, u query heads per chunk.
 
 A tensor is *sequence-sharded* when a rank holds its own tokens of all heads, [n, b, h, d], and
 *head-sharded* when the Ulysses ranks have exchanged it and a rank holds the tokens of all of them
 for its own heads, [s/r, b, u/a, d]. Without a ring s/r is the whole sequence.
 
 Read :mod:`.ulysses` first: it is the method, a loop over chunks of heads that loads a chunk
-(project, rotate, exchange), attends, and sends the result home. What it is made of:
+(project, rotate, exchange), attends, and returns the output. What it is made of:
 
 - :mod:`.head_schedule`: which heads travel when, in integers;
 - :mod:`.buffer_plan`: which memory that takes, in integers; :mod:`.workspace` holds it;

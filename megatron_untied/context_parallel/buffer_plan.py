@@ -1,4 +1,4 @@
-"""Device memory of attention: how large each buffer is, and which buffers are one memory.
+"""Device memory of attention: how large each buffer is, and which buffers share memory.
 
 Plans are integers, made from the head schedule, and their fields are the only names that buffers
 have. A :class:`.workspace.Workspace` holds the memory.
@@ -27,23 +27,23 @@ class Buffer:
     numel: int
     dtype: torch.dtype
     memory: str = ""
-    """Named after the buffer that owns it; by default its own."""
+    """Name of the buffer that owns the memory; by default this one."""
     because: str = ""
     category: MemoryCategory = MemoryCategory.CHUNKS
     num_bytes: int = field(init=False)
-    """Of this use alone."""
+    """Size of this use; the memory may be larger."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory", self.memory or self.name)
         object.__setattr__(self, "num_bytes", self.numel * self.dtype.itemsize)
 
-    def lend(self, name: str, numel: int, *, because: str) -> "Buffer":
+    def alias(self, name: str, numel: int, *, because: str) -> "Buffer":
         """Another use of the same memory."""
         return replace(self, name=name, numel=numel, because=because)
 
 
 Pair = tuple[Buffer, Buffer]
-"""One of keys or dK, one of values or dV."""
+"""A buffer of keys or dK, and one of values or dV."""
 
 PerChunk = tuple[Buffer, ...]
 """``[j]`` is the buffer of chunk j: one for all, or with overlap two in turn.
@@ -58,7 +58,7 @@ class Sizes:
 
     schedule: HeadSchedule
     rank: int
-    """Among the a Ulysses ranks."""
+    """This rank's index among the a Ulysses ranks."""
     n: int
     b: int
     d: int
@@ -67,7 +67,7 @@ class Sizes:
     num_ulysses: int = field(init=False)
     """Ranks that trade tokens for heads (a)."""
     tokens: int = field(init=False)
-    """Of a head-sharded tensor: s/r = a * n."""
+    """Tokens of a head-sharded tensor: s/r = a * n."""
     mine: tuple[ChunkAssignment, ...] = field(init=False)
     """The heads of this rank, chunk by chunk."""
     kv_loads: tuple[int, ...] = field(init=False)
@@ -75,7 +75,9 @@ class Sizes:
     sums_kv: bool = field(init=False)
     """Whether the gradient of a key or value is a sum of several kernel calls."""
     sum_dtype: torch.dtype = field(init=False)
-    """Of dK and dV before they are sent home: wide if they are sums, so no error adds up."""
+    """Dtype of dK and dV before they are returned: wide if they are sums, so no error adds up."""
+    home_dtype: torch.dtype = field(init=False)
+    """Of dK and dV at home: wide if several ranks' parts meet there."""
 
     def __post_init__(self) -> None:
         num_ulysses = len(self.schedule.chunks[0])
@@ -94,6 +96,9 @@ class Sizes:
             "kv_loads": tuple(loads),
             "sums_kv": sums_kv,
             "sum_dtype": accumulation_dtype(self.dtype) if sums_kv else self.dtype,
+            "home_dtype": (
+                accumulation_dtype(self.dtype) if self.schedule.shares_kv_heads else self.dtype
+            ),
         }
         for name, value in computed.items():
             object.__setattr__(self, name, value)  # frozen
@@ -114,7 +119,7 @@ class Sizes:
         return tuple(turns[j % num_turns] for j in range(len(heads)))
 
     def kv_sum_shape(self, heads: int) -> torch.Size:
-        """Of sums of dK and dV of some heads, where a head is one piece: [2, heads, s/r, b, d]."""
+        """Shape of the sums of dK and dV, contiguous per head: [2, heads, s/r, b, d]."""
         return torch.Size((2, heads, self.tokens, self.b, self.d))
 
 
@@ -142,7 +147,7 @@ class LoadBuffers:
         if not sizes.schedule.overlap:
             because = "each send is waited for before the next, and the last before any attention"
             send_q, send_k, send_v = (
-                idle.lend(x.name, x.numel, because=because) for x in (send_q, send_k, send_v)
+                idle.alias(x.name, x.numel, because=because) for x in (send_q, send_k, send_v)
             )
         return cls(
             q=sizes.per_chunk("q", sizes.tokens, [len(each.query_heads) for each in sizes.mine]),
@@ -176,7 +181,7 @@ class ForwardBuffers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardBuffers:
-    """Device memory of a backward over all chunks, but for dK and dV."""
+    """Device memory of a backward over all chunks, without the returned dK and dV."""
 
     load: LoadBuffers
     out: PerChunk  # [s/r, b, u/a, d]
@@ -198,7 +203,7 @@ class BackwardBuffers:
         dq_over_d_out = not sizes.schedule.overlap and sizes.num_ring == 1
         if dq_over_d_out:
             because = "a kernel reads dO for the last time before it writes dQ"
-            dq = tuple(x.lend("dq", x.numel, because=because) for x in d_out)
+            dq = tuple(x.alias("dq", x.numel, because=because) for x in d_out)
         else:
             dq = sizes.per_chunk("dq", sizes.tokens, heads)
         kv_grads = KvGradBuffers.plan(sizes, d_out, sums_on_host=sums_on_host)
@@ -214,13 +219,12 @@ class BackwardBuffers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvGradBuffers:
-    """Device memory of dK and dV until they are home."""
+    """Device memory of dK and dV until they are returned to the ranks that own the tokens."""
 
     scratch: tuple[Pair, Pair]  # [s/r, b, key-value heads of one kernel call, d]
     sums: tuple[Pair, ...]  # [s/r, b, key-value heads that arrived together, d], by kv_buffer
     packed: Pair  # [s/r, b, heads that one chunk finishes, d]
     home: PerChunk  # flat, as send_kv: heads that a chunk finishes
-    home_dtype: torch.dtype
 
     @classmethod
     def plan(cls, sizes: Sizes, d_out: PerChunk, *, sums_on_host: bool) -> "KvGradBuffers":
@@ -241,7 +245,11 @@ class KvGradBuffers:
         packed_heads = [len(x.kv_finished) for x in mine if x.kv_finished not in sent_as_they_lie]
         packed = sizes.buffer("packed", sizes.tokens, max(packed_heads, default=0))
         because = "the chunk's kernel calls are over, and what they left here was added to the sums"
-        finished = [sum(len(each.kv_finished) for each in c) for c in sizes.schedule.chunks]
+        finished = [
+            # One rank has them at home already.
+            sum(len(each.kv_finished) for each in chunk) * (sizes.num_ulysses > 1)
+            for chunk in sizes.schedule.chunks
+        ]
         kernels_done = "the chunk's kernels have read dO, and dQ that lay there was sent"
         return cls(
             scratch=(first, second),
@@ -251,17 +259,12 @@ class KvGradBuffers:
                 )
                 for i, most in enumerate([] if sums_on_host else sizes.kv_loads)
             ),
-            packed=tuple(x.lend(f"packed_{x.name}", packed.numel, because=because) for x in first),
+            packed=tuple(x.alias(f"packed_{x.name}", packed.numel, because=because) for x in first),
             home=tuple(
-                owner.lend("kv_home", home.numel, because=kernels_done)
+                owner.alias("kv_home", home.numel, because=kernels_done)
                 for owner, home in zip(
                     d_out, sizes.per_chunk("kv_home", sizes.n, finished), strict=True
                 )
-            ),
-            home_dtype=(
-                accumulation_dtype(sizes.dtype)
-                if sizes.schedule.shares_kv_heads  # then several ranks' parts meet at home
-                else sizes.dtype
             ),
         )
 
@@ -277,7 +280,7 @@ class Staging:
     send: PerChunk  # flat, [n, b, u, d]: from the host, on its way to be sent
     recv: PerChunk  # flat, [n, b, u, d]: received, on its way to the host
     tile: Buffer  # some tokens of all heads
-    borrowed: bool
+    shares_memory: bool
     """Whether what was received has to be on the host before the loop goes on."""
 
     @classmethod
@@ -286,18 +289,18 @@ class Staging:
         heads = [sum(len(each.query_heads) for each in c) for c in sizes.schedule.chunks]
         send, recv = (sizes.per_chunk(f"{name}_{way}", sizes.n, heads) for way in ("send", "recv"))
         tile = sizes.buffer(f"{name}_tile", tile_tokens, sizes.schedule.num_heads)
-        borrowed = not sizes.schedule.overlap and sizes.num_ulysses > 1
-        if borrowed:
+        shares_memory = not sizes.schedule.overlap and sizes.num_ulysses > 1
+        if shares_memory:
             # The chunk loop writes neither dk nor q while these chunks pass through them.
             dk = BackwardBuffers.plan(sizes).kv_grads.scratch[0][0]
             because = "what is fetched is sent before the chunk's kernels write dk"
-            send = tuple(dk.lend(x.name, x.numel, because=because) for x in send)
+            send = tuple(dk.alias(x.name, x.numel, because=because) for x in send)
             idle, because = dk, "what the chunk's kernels left in dk was added to its sum"
             if name == "out":
                 idle, because = ForwardBuffers.plan(sizes).load.q[0], "the kernels have read q"
-            recv = tuple(idle.lend(x.name, x.numel, because=because) for x in recv)
+            recv = tuple(idle.alias(x.name, x.numel, because=because) for x in recv)
         tile = replace(tile, category=MemoryCategory.TILES)
-        return cls(send=send, recv=recv, tile=tile, borrowed=borrowed)
+        return cls(send=send, recv=recv, tile=tile, shares_memory=shares_memory)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,19 +309,19 @@ class RingBuffers:
 
     total: Buffer  # [s/r, b, query heads of the call, d]: the sum of out, or of dq, in fp32
     own: Pair  # [s/r, b, key-value heads of the call, d]: contiguous, to be sent
-    borrowed: tuple[Pair, ...]  # as own; by step: used, arriving, or gradients on their way back
+    remote_kv: tuple[Pair, ...]  # as own; by step: in use, arriving, or gradients being returned
 
     @classmethod
     def plan(cls, q: torch.Size, k: torch.Size, dtype: torch.dtype) -> "RingBuffers":
         """For queries and keys of these shapes."""
         total = Buffer(name="ring_total", numel=q.numel(), dtype=accumulation_dtype(dtype))
-        own, *borrowed = (
+        own, *remote_kv = (
             tuple(
                 Buffer(name=f"ring_{kv}_{which}", numel=k.numel(), dtype=dtype) for kv in ("k", "v")
             )
             for which in ("own", 0, 1, 2)
         )
-        return cls(total=total, own=own, borrowed=tuple(borrowed))
+        return cls(total=total, own=own, remote_kv=tuple(remote_kv))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,14 +349,28 @@ class ReorderBuffers:
         )
 
 
-def row_tiles(numel: int, dtype: torch.dtype) -> Buffer:
-    """Two tiles of a residual on the host, ``numel`` elements each: one in use, one arriving."""
-    return Buffer(name="row_tiles", numel=2 * numel, dtype=dtype, category=MemoryCategory.TILES)
+def row_tiles(numel: int, num_tiles: int, dtype: torch.dtype, memory: str = "row_tiles") -> Buffer:
+    """Two tiles of a residual on the host, ``numel`` elements each: one in use, one on its way.
+
+    ``memory``: "row_tiles", or "gradient_tiles" for a gradient that is read beside a residual.
+    """
+    numel *= min(2, num_tiles)
+    return Buffer(name=memory, numel=numel, dtype=dtype, category=MemoryCategory.TILES)
 
 
-def sum_rows(sizes: Sizes, rows: int) -> Buffer:
-    """Twice ``rows`` of one head of the sums on the host: one in use, one arriving."""
-    return sizes.buffer("sum_rows", 2 * min(rows, sizes.tokens), 1, sizes.sum_dtype)
+def kv_tile(sizes: Sizes, tile_tokens: int) -> Buffer:
+    """Some tokens of all dK or dV that ranks sent home, from the host."""
+    heads = sum(len(each.kv_finished) for chunk in sizes.schedule.chunks for each in chunk)
+    return replace(sizes.buffer("kv_tile", tile_tokens, heads), category=MemoryCategory.TILES)
+
+
+def sum_rows(sizes: Sizes, tile_tokens: int) -> Buffer:
+    """Some rows of one head of the sums on the host, twice: one part in use, one arriving.
+
+    A fourth of what a tile of all heads has: 32 MiB in fp32 for 32 heads and 8,192 tokens.
+    """
+    rows = min(max(1, tile_tokens * sizes.schedule.num_heads // 4), sizes.tokens)
+    return sizes.buffer("sum_rows", 2 * rows, 1, sizes.sum_dtype)
 
 
 def head_chunks_buffer(name: str, sizes: Sizes) -> Buffer:
@@ -376,7 +393,7 @@ def ring_buffers(sizes: Sizes) -> Iterator[Buffer]:
         if call.kv_heads != together[call.kv_heads[0]]:  # columns of what arrived together
             yield from ring.own
         for step in range(1, sizes.num_ring):
-            yield from ring.borrowed[step % len(ring.borrowed)]
+            yield from ring.remote_kv[step % len(ring.remote_kv)]
 
 
 def buffers_of(plan: Any) -> Iterator[Buffer]:

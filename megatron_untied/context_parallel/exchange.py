@@ -30,7 +30,7 @@ class Done:
 
 
 Work = dist.Work | Done
-"""A collective in flight. ``wait`` lets compute queued from now on start only after it."""
+"""A collective in flight. ``wait`` makes compute queued later wait for the collective."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class HeadExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
-        """``group``: None for one rank, which copies."""
+        """``group``: None means one rank, which does not communicate."""
         self.group = group
         self.size, self.rank = (group.size(), group.rank()) if group is not None else (1, 0)
         self.counter = ExchangeCounter()

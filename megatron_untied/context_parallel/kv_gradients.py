@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_untied.context_parallel.buffer_plan import Buffer, KvGradBuffers, Sizes
 from megatron_untied.context_parallel.exchange import HeadExchange, blocks
 from megatron_untied.context_parallel.head_schedule import ChunkAssignment, KernelCall
+from megatron_untied.tiling import rows_of
 
 KvPair = tuple[Tensor, Tensor]
 """dK and dV: [s/r, b, key-value heads, d] each."""
@@ -64,6 +65,42 @@ MakeSums = Callable[[range], KvSums]
 """Key-value heads -> their sums, uninitialized."""
 
 
+class KvHome:
+    """dK and dV of this rank's own tokens, all heads, as chunks bring them home.
+
+    Here on the device; :mod:`megatron_untied.streaming.host_tensors` keeps them in host memory.
+    """
+
+    def __init__(self, sizes: Sizes):
+        self.sizes = sizes
+        self.total: Tensor | None = None
+        """[2, n, b, g, d], once the first are received.
+
+        Not in the workspace: if all heads finish in the last chunk, the allocator reuses the
+        memory of the kernel's own allocations, which is free by then.
+        """
+
+    def add(self, index: int, received: Tensor, heads: Sequence[range]) -> None:
+        """Add dK (0) or dV (1) of ``heads[i]`` from rank i: flat [n, b, len(heads[i]), d] each.
+
+        Several ranks may use one head.
+        """
+        sizes = self.sizes
+        if self.total is None:
+            shape = 2, sizes.n, sizes.b, sizes.schedule.num_kv_heads, sizes.d
+            self.total = received.new_zeros(shape, dtype=sizes.home_dtype)
+        parts = blocks(received.view(-1), list(map(len, heads)), sizes.n, sizes.b, sizes.d)
+        for each, part in zip(heads, parts, strict=True):
+            self.total[index][:, :, each.start : each.stop] += part
+
+    def rows(self, index: int, rows: Sequence[slice]) -> Tensor:
+        """Several runs of tokens of dK (0) or dV (1): [t, b, g, d], which may be overwritten."""
+        return rows_of(self.total[index], rows)
+
+    def release(self) -> None:
+        """Free host memory; call it after the last read. Device memory goes with its reference."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvAccumulator:
     """The sums that one kernel call adds its dK and dV to."""
@@ -100,20 +137,17 @@ class KvGradients:
         buffers: KvGradBuffers,
         take: Callable[[Buffer, Sequence[int]], Tensor],
         make_sums: MakeSums | None = None,
+        home: KvHome | None = None,
     ):
         """``take(buffer, shape)`` is workspace memory on the device of the gradients.
 
-        ``make_sums``: constructor of the sums; by default they are in the workspace.
+        ``make_sums``: constructor of the sums; by default they are in the workspace. ``home``:
+        where they go; by default on the device.
         """
         self.exchange, self.sizes, self.buffers, self.take = exchange, sizes, buffers, take
         self._make_sums = make_sums if sizes.sums_kv else None
         self._sums: dict[int, KvSums] = {}  # by head; heads that arrived together share one
-        self.total: Tensor | None = None
-        """[2, n, b, g, d]: dK and dV of this rank's own tokens, once the first are received.
-
-        Not in the workspace: if all heads finish in the last chunk, the allocator reuses the
-        memory of the kernel's own allocations, which is free by then.
-        """
+        self.home = home or KvHome(sizes)
 
     def of(self, call: KernelCall, assignment: ChunkAssignment) -> KvAccumulator:
         """The accumulator of one kernel call of a chunk, whose sums its first call allocates."""
@@ -131,24 +165,23 @@ class KvGradients:
     def return_to_owner(self, j: int, chunk: Sequence[ChunkAssignment]) -> None:
         """Send the heads finished in chunk j to the ranks that own the tokens; waits.
 
-        [s/r, b, heads, d] -> [n, b, heads, d], added to ``total``.
+        [s/r, b, heads, d] -> [n, b, heads, d], added to ``home``.
         """
         mine, sizes = chunk[self.exchange.rank].kv_finished, self.sizes
         finished = [assignment.kv_finished for assignment in chunk]
         counts = list(map(len, finished))
         if not any(counts):  # the same on every rank: the exchange is collective
             return
-        # One receive buffer for both, so dK is home before dV is sent.
-        recv = self.take(self.buffers.home[j], (sizes.n * sizes.b * sum(counts) * sizes.d,))
-        if self.total is None:
-            shape = 2, sizes.n, sizes.b, sizes.schedule.num_kv_heads, sizes.d
-            self.total = recv.new_zeros(shape, dtype=self.buffers.home_dtype)
-        for index, total in enumerate(self.total):
+        for index in range(2):
             send = self._contiguous(index, mine)  # [s/r, b, len(mine), d]
-            self.exchange.to_sequence(send, recv, counts).wait()
-            parts = blocks(recv, counts, sizes.n, sizes.b, sizes.d)
-            for heads, part in zip(finished, parts, strict=True):
-                total[:, :, heads.start : heads.stop] += part  # several ranks may use one head
+            if self.exchange.size == 1:
+                received = send
+            else:
+                # One receive buffer for both, so dK is home before dV is sent.
+                numel = sizes.n * sizes.b * sum(counts) * sizes.d
+                received = self.take(self.buffers.home[j], (numel,))
+                self.exchange.to_sequence(send, received, counts).wait()
+            self.home.add(index, received, finished)
         for head in mine:
             sums = self._sums.pop(head)
             if head == sums.heads[-1]:

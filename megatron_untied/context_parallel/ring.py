@@ -194,7 +194,7 @@ class RingAttention(Attention):
     def _received(self, buffers: RingBuffers, step: RingStep, like: Tensor) -> list[Tensor]:
         """Memory for a step's keys and values, later for gradients: [s/r, b, heads, d] each."""
         # Three in turn: gradients of the step before, this step, the step after.
-        pair = buffers.borrowed[step.index % 3]
+        pair = buffers.remote_kv[step.index % 3]
         return [self.workspace.take(buffer, like.device, like.shape) for buffer in pair]
 
     def _mask(self, step: RingStep, block_size: int) -> Mask:

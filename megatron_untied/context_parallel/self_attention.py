@@ -198,7 +198,7 @@ def attention_backward(
     slots.write(everything, out)
     grad.write(everything, d_out)
     with ulysses.progress.phase(Phase.ATTENTION_BACKWARD):
-        dk, dv = ulysses.backward(source, SavedAttention(slots, lse), grad, attention)
+        dk, dv = ulysses.backward(source, SavedAttention(slots, lse), grad, attention).total
     dq = rotate_(grad.rows([everything]), *rotary, adjoint=True)  # received over dO
     dk = rotate_(dk, *rotary, adjoint=True)
     return QkvGrads(dq, dk.to(x.k.dtype), dv.to(x.v.dtype))

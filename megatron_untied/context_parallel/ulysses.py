@@ -1,4 +1,4 @@
-"""Untied Ulysses: exchange a few heads, attend, send them home; chunk after chunk.
+"""Untied Ulysses: exchange a few heads, attend, return the output; chunk after chunk.
 
 A rank holds q of u/a heads over the whole sequence (2u/a with overlap) and only the k and v that
 they use; dK and dV of a head stay until its last chunk. The caller provides q, k and v
@@ -11,10 +11,11 @@ heads per chunk, d head width, b micro-batch, m hidden size::
     load    project, rotate     x [n, b, m]        ->  send buffer, a blocks [n, b, u/a, d]
             all-to-all          a x [n, b, u/a, d] ->  q [s/r, b, u/a, d];  k, v alike
     attend  kernel              q, k, v            ->  out [s/r, b, u/a, d],  lse [b, u/a, s/r]
-    home    all-to-all          out                ->  its slot of O, a blocks [n, b, u/a, d]
+    return  all-to-all          out                ->  its slot of O, a blocks [n, b, u/a, d]
 
-Backward loads O and dO as well, and sends dQ home into the slot that dO has left. dK and dV of the
-heads that no later chunk uses go home too, where they are summed over the ranks that share them.
+Backward loads O and dO as well, and returns dQ into the slot that dO has left. dK and dV of the
+heads that no later chunk uses return to the ranks that own the tokens, which sum those of all ranks
+that share a head.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +37,7 @@ from megatron_untied.context_parallel.buffer_plan import (
     Sizes,
 )
 from megatron_untied.context_parallel.exchange import HeadChunks, HeadExchange, Work
-from megatron_untied.context_parallel.head_schedule import HeadSchedule, KernelCall
+from megatron_untied.context_parallel.head_schedule import ChunkAssignment, HeadSchedule, KernelCall
 from megatron_untied.context_parallel.kernels import (
     Attended,
     AttentionKernel,
@@ -44,11 +45,16 @@ from megatron_untied.context_parallel.kernels import (
     Qkv,
     QkvGrads,
 )
-from megatron_untied.context_parallel.kv_gradients import KvAccumulator, KvGradients, MakeSums
+from megatron_untied.context_parallel.kv_gradients import (
+    KvAccumulator,
+    KvGradients,
+    KvHome,
+    MakeSums,
+)
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.step_progress import LayerProgress, StepProgress
 
-LogSumExps = list[list[Tensor]]
+LogSumExps = Sequence[Sequence[Tensor]]
 """By chunk, then by kernel call: each [b, query heads of the call, s/r]."""
 
 
@@ -69,7 +75,7 @@ class Projections(ABC):
 class Attention:
     """Attention over all tokens of some heads, which are on this rank: one kernel call.
 
-    :class:`.ring.RingAttention` is the same where several ranks hold the tokens of a head.
+    :class:`.ring.RingAttention` replaces it if a ring shares the tokens.
     """
 
     kernel: AttentionKernel
@@ -104,7 +110,8 @@ class UntiedUlysses:
     """Head-chunked attention of one geometry on one rank. Its methods are collective.
 
     Buffers live in the workspace; only log-sum-exps are made anew. If the schedule overlaps, the
-    exchanges of the chunks before and after run while a chunk attends, for a second set of buffers.
+    exchanges of the chunks before and after run during a chunk's attention, at the cost of a second
+    set of buffers.
     """
 
     def __init__(
@@ -115,7 +122,7 @@ class UntiedUlysses:
         workspace: Workspace,
         progress: LayerProgress | None = None,
     ):
-        """``progress`` is given the beginning and end of every chunk."""
+        """``progress`` records the begin and end of each chunk."""
         self.schedule, self.head_width, self.workspace = schedule, head_width, workspace
         self.progress = progress or StepProgress().for_layer(0, 1, len(schedule.chunks))
         self.exchange = HeadExchange(group)
@@ -125,7 +132,7 @@ class UntiedUlysses:
         sizes = self.sizes(x, attention)
         buffers, lse = ForwardBuffers.plan(sizes), []
         source = _Source(x, sizes, buffers.load, self.workspace)
-        returning = _Returning(most=1 if self.schedule.overlap else 0)
+        returning = _Returning(max_in_flight=1 if self.schedule.overlap else 0)
 
         loading = self._load(0, source)
         for j, chunk in enumerate(self.schedule.chunks):
@@ -160,18 +167,20 @@ class UntiedUlysses:
         d_out: HeadChunks,
         attention: Attention,
         make_sums: MakeSums | None = None,
-    ) -> Tensor:
-        """Turn ``d_out`` from dO into dQ, slot by slot; returns dK and dV: [2, n, b, g, d].
+        home: KvHome | None = None,
+    ) -> KvHome:
+        """Turn ``d_out`` from dO into dQ, slot by slot; returns dK and dV of this rank's tokens.
 
         dQ and dK are those of the rotated queries and keys. ``make_sums`` allocates the
-        accumulators of dK and dV; by default they are in the workspace.
+        accumulators of dK and dV; by default they are in the workspace. ``home`` is what is
+        returned; by default on the device.
         """
         sizes = self.sizes(x, attention)
         buffers = BackwardBuffers.plan(sizes, sums_on_host=make_sums is not None)
         slots = {"d_out": (d_out, buffers.d_out), "out": (y.out, buffers.out)}
         source = _Source(x, sizes, buffers.load, self.workspace, slots)
-        returning = _Returning(most=1 if self.schedule.overlap else 0)
-        dkv = KvGradients(self.exchange, sizes, buffers.kv_grads, source.take, make_sums)
+        returning = _Returning(max_in_flight=1 if self.schedule.overlap else 0)
+        dkv = KvGradients(self.exchange, sizes, buffers.kv_grads, source.take, make_sums, home)
 
         loading = self._load(0, source)
         for j, chunk in enumerate(self.schedule.chunks):
@@ -203,7 +212,7 @@ class UntiedUlysses:
             if not self.schedule.overlap:
                 loading = self._load(j + 1, source, loaded)  # into the same buffers, free now
         returning.wait()
-        return dkv.total
+        return dkv.home
 
     def sizes(self, x: Projections, attention: Attention) -> Sizes:
         """What the buffers of a call depend on."""
@@ -226,42 +235,45 @@ class UntiedUlysses:
         """
         if j == len(self.schedule.chunks):
             return None
-        chunk, rank, sizes = self.schedule.chunks[j], self.exchange.rank, source.sizes
-        queries, kv = [each.query_heads for each in chunk], [each.kv_to_load for each in chunk]
-        # In backward O and dO are sent as they lie in their slots, [n, b, u, d].
-        parts = [(name, queries, to[j], None) for name, (_, to) in source.slots.items()]
-        parts.append(("q", queries, source.buffers.q[j], source.buffers.send_q))
-        if any(kv):  # of any rank: the exchange is collective
-            # kv_buffer is -1 where this rank loads no key-value heads: what it receives is empty.
-            to_k, to_v = source.buffers.kv[chunk[rank].kv_buffer]
-            send_k, send_v = source.buffers.send_kv
-            parts += [("k", kv, to_k, send_k), ("v", kv, to_v, send_v)]
-
+        rank, sizes = self.exchange.rank, source.sizes
+        mine = self.schedule.chunks[j][rank]
         loaded, arrived = _LoadedChunk(), {}
-        for name, heads, recv_buffer, send_buffer in parts:
-            counts = list(map(len, heads))
+        for part in source.parts(j):
+            counts = list(map(len, part.heads))
             shape = sizes.tokens, sizes.b, counts[rank], sizes.d
-            if name in source.slots:
-                send = source.slots[name][0].send_buffer(j)
+            if part.slots is not None:
+                send = part.slots.send_buffer(j)
                 alone = self.exchange.size == 1  # has it already: it is read where it lies
-                recv = send.view(shape) if alone else source.take(recv_buffer, shape)
+                recv = send.view(shape) if alone else source.take(part.recv, shape)
             else:
-                recv = send = source.take(recv_buffer, shape)
+                recv = send = source.take(part.recv, shape)
                 if self.exchange.size > 1:
-                    send = source.take(send_buffer, (sizes.n, sizes.b, sum(counts), sizes.d))
-                source.x.write(name, heads, send.view(-1))  # [n, b, m] -> [n, b, heads[i], d], ...
+                    send = source.take(part.send, (sizes.n, sizes.b, sum(counts), sizes.d))
+                # [n, b, m] -> [n, b, heads[i], d], ...
+                source.x.write(part.name, part.heads, send.view(-1))
             # [n, b, heads[i], d] for each rank i -> [s/r, b, my heads, d]
             loaded.works.append(self.exchange.to_heads(send, recv, counts))
-            arrived[name] = recv
+            arrived[part.name] = recv
             if not self.schedule.overlap:
                 loaded.wait()  # what comes next is sent from the same buffer
         loaded.q, loaded.d_out, loaded.out = (arrived.get(name) for name in ("q", "d_out", "out"))
         if before is not None:
-            still_used = set(chunk[rank].kv_heads)
-            loaded.kv = [each for each in before.kv if still_used & set(each.heads)]
-        if any(kv):
-            loaded.kv.append(_KvHeads(chunk[rank].kv_to_load, arrived["k"], arrived["v"]))
+            loaded.kv = before.kv_used_by(mine)
+        if "k" in arrived:
+            loaded.kv.append(_KvHeads(mine.kv_to_load, arrived["k"], arrived["v"]))
         return loaded
+
+
+class _Part(NamedTuple):
+    """One tensor of a chunk that is exchanged, and the buffers on both sides."""
+
+    name: Literal["q", "k", "v", "out", "d_out"]
+    heads: list[range]
+    """By Ulysses rank."""
+    recv: Buffer
+    send: Buffer | None = None
+    slots: HeadChunks | None = None
+    """Instead of ``send``: O and dO are sent as they lie in their slots, [n, b, u, d]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +286,21 @@ class _Source:
     workspace: Workspace
     slots: dict[str, tuple[HeadChunks, PerChunk]] = field(default_factory=dict)
     """In backward "d_out" and "out", and the buffers that their chunks are received in."""
+
+    def parts(self, j: int) -> list[_Part]:
+        """What to exchange for chunk j: the same parts on every rank."""
+        chunk, buffers = self.sizes.schedule.chunks[j], self.buffers
+        queries, kv = [each.query_heads for each in chunk], [each.kv_to_load for each in chunk]
+        parts = [
+            _Part(name, queries, recv[j], slots=slots) for name, (slots, recv) in self.slots.items()
+        ]
+        parts.append(_Part("q", queries, buffers.q[j], buffers.send_q))
+        if any(kv):  # of any rank: the exchange is collective
+            # kv_buffer is -1 where this rank loads no key-value heads: what it receives is empty.
+            pair = buffers.kv[chunk[self.sizes.rank].kv_buffer]
+            for name, recv, send in zip(("k", "v"), pair, buffers.send_kv, strict=True):
+                parts.append(_Part(name, kv, recv, send))
+        return parts
 
     def take(self, buffer: Buffer, shape: Sequence[int]) -> Tensor:
         """The buffer on the device of q, k and v, uninitialized."""
@@ -306,6 +333,10 @@ class _LoadedChunk:
         q = self.q[:, :, call.query_columns]
         return Qkv(q, loaded.k[:, :, columns], loaded.v[:, :, columns])
 
+    def kv_used_by(self, mine: ChunkAssignment) -> list[_KvHeads]:
+        """Those of this chunk's keys and values that a later chunk of the rank uses too."""
+        return [each for each in self.kv if set(mine.kv_heads) & set(each.heads)]
+
     def wait(self) -> "_LoadedChunk":
         """Make the compute stream wait for the pending exchanges."""
         for work in self.works:
@@ -316,19 +347,19 @@ class _LoadedChunk:
 
 @dataclass(frozen=True, slots=True)
 class _Returning:
-    """Chunks on their way back to the ranks whose tokens they are."""
+    """Chunks in flight to the ranks that own the tokens."""
 
-    most: int
-    """With overlap one of them may be on its way while the next chunk attends, else none."""
+    max_in_flight: int
+    """1 with overlap, during the attention of the next chunk; else 0."""
     in_flight: deque[tuple[Work, HeadChunks, int]] = field(default_factory=deque)
 
     def add(self, work: Work, into: HeadChunks, j: int) -> None:
-        """``work`` brings chunk j into ``into``; waits for those before it, but for ``most``."""
+        """``work`` brings chunk j into ``into``; waits until ``max_in_flight`` are left."""
         self.in_flight.append((work, into, j))
-        self.wait(self.most)
+        self.wait(self.max_in_flight)
 
     def wait(self, at_most: int = 0) -> None:
-        """Wait until no more than so many are on their way."""
+        """Wait until at most so many are in flight."""
         while len(self.in_flight) > at_most:
             work, into, j = self.in_flight.popleft()
             work.wait()  # compute may overwrite what was sent from here on

@@ -107,6 +107,18 @@ class PackedChats(Dataset):
         """Of each sample, in pairs of tokens: int64 [samples]."""
         return self._packed.work
 
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """Tokens of each sample that are not padding: int64 [samples]."""
+        packed = self._packed
+        lengths = np.minimum(self._chats.lengths - 1, self._seq_length)[packed.members]
+        return np.add.reduceat(lengths, np.concatenate([[0], packed.ends[:-1]]))
+
+    @property
+    def num_chats(self) -> int:
+        """Chats of all samples, counted again in each epoch."""
+        return len(self._packed.members)
+
     @override
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """``tokens``, ``labels``, ``positions`` int64 and ``loss_mask`` fp32, each [s].
@@ -256,20 +268,13 @@ def describe(
     )
     if datasets[0] is None:
         return line
-    packed = datasets[0]._packed
-    used = tokens_of(chats, packed, seq_length=seq_length)
-    work = packed.work / packed.work.mean()
+    training = datasets[0]
+    padding = 1 - training.num_tokens.sum() / (len(training) * seq_length)
+    work = training.attention_work / training.attention_work.mean()
     return (
-        f"{line} | {len(packed.members):,} chats in {len(packed.ends):,} training samples, "
-        f"{1 - used.sum() / (len(used) * seq_length):.1%} padding, attention work "
-        f"{work.min():.2f} to {work.max():.2f} of the mean"
+        f"{line} | {training.num_chats:,} chats in {len(training):,} training samples, "
+        f"{padding:.1%} padding, attention work {work.min():.2f} to {work.max():.2f} of the mean"
     )
-
-
-def tokens_of(chats: TokenizedChats, packed: PackedSamples, *, seq_length: int) -> np.ndarray:
-    """Tokens of each sample that are not padding: int64 [samples]."""
-    lengths = np.minimum(chats.lengths - 1, seq_length)[packed.members]
-    return np.add.reduceat(lengths, np.concatenate([[0], packed.ends[:-1]]))
 
 
 def describe_chats(data: DataConfig) -> dict[str, object]:

@@ -28,7 +28,8 @@ from megatron_untied.dtypes import accumulation_dtype
 from megatron_untied.loss.vocabulary_split import VocabularySplit
 from megatron_untied.matmul import add_product_, product
 from megatron_untied.phases import MemoryCategory, allocating
-from megatron_untied.tiling import GradientSums, tile_backward
+from megatron_untied.residual import Rows
+from megatron_untied.tiling import GradientSums, tile_backward, tiles_of
 
 
 def chunked_cross_entropy(
@@ -53,7 +54,8 @@ def chunked_cross_entropy(
         **If a gradient is needed, hidden is overwritten**: on return its storage holds its
         gradient, which backward returns. Pass a tensor that is not read again, such as the output
         of the final norm. If an earlier operation saved it for its own backward, autograd raises
-        there ("modified by an inplace operation"); a later read is not detected.
+        there ("modified by an inplace operation"); a later read is not detected. Hidden states on
+        the host (:mod:`megatron_untied.residual`) pass the device a chunk at a time.
 
     The gradients are complete after forward. So each forward allows one backward, and evaluation
     belongs under ``torch.no_grad()``, which computes no gradient and leaves ``hidden`` intact.
@@ -124,9 +126,9 @@ class _Inputs(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Where gradients are accumulated; None for those that are not needed."""
+    """Where gradients are accumulated; None or False for those that are not needed."""
 
-    hidden: Tensor | None = None  # may be the hidden states themselves
+    hidden: bool = False  # over the hidden states themselves
     weight: Tensor | None = None  # [v/t, m] fp32
     norm: GradientSums | None = None
 
@@ -138,16 +140,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx, hidden, weight, labels, token_weights, split, rows_per_chunk, norm, *norm_parameters
     ):
-        # detach() shares the version counter, so autograd raises if ``hidden`` was saved earlier.
-        d_hidden = hidden.detach() if ctx.needs_input_grad[0] else None
         d_weight = None
         if ctx.needs_input_grad[1]:
             with allocating(MemoryCategory.WEIGHT_GRADIENTS):
                 d_weight = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
         norm_sums = None if norm is None else GradientSums(norm)
         inputs = _Inputs(hidden, weight, labels, token_weights, split, rows_per_chunk, norm)
-        loss = _sum_of_chunks(inputs, _Gradients(d_hidden, d_weight, norm_sums))
+        needs_hidden = ctx.needs_input_grad[0]
+        loss = _sum_of_chunks(inputs, _Gradients(needs_hidden, d_weight, norm_sums))
         d_norm = [] if norm_sums is None else norm_sums.in_order()
+        d_hidden = Rows.of(hidden.detach()) if needs_hidden else None
+        ctx.rows_per_chunk = rows_per_chunk
         ctx.gradients = d_hidden, d_weight, None, None, None, None, None, *d_norm
         return loss
 
@@ -162,31 +165,40 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 "chunked_cross_entropy allows one backward per forward: the first one released its "
                 "gradients; run the forward again"
             )
+        d_hidden, *others = gradients
         # Also if the factor is 1: a test would make the host wait for the device. A vector takes
         # part in type promotion; a scalar would be rounded to bf16 before the product.
         scale = d_loss.reshape(1)
-        return tuple(None if d is None else d.mul_(scale) for d in gradients)
+        if d_hidden is not None:
+            rows = d_hidden.flat()
+            for d, scaled in rows.updates(tiles_of(rows.shape[0], ctx.rows_per_chunk), rows):
+                torch.mul(d, scale, out=scaled)
+            d_hidden = d_hidden.as_tensor()
+        return d_hidden, *(None if d is None else d.mul_(scale) for d in others)
 
 
 def _sum_of_chunks(inputs: _Inputs, gradients: _Gradients) -> Tensor:
-    """The loss; overwrites ``gradients.hidden`` and adds to the others, if given."""
+    """The loss; overwrites the hidden states by ``gradients.hidden`` and adds to the others."""
     hidden, weight, labels, token_weights, split, rows_per_chunk, norm = inputs
-    d_hidden, d_weight, norm_sums = gradients
-    hidden_rows = hidden.detach().view(-1, hidden.shape[-1])
-    d_hidden_rows = None if d_hidden is None else d_hidden.view_as(hidden_rows)
+    needs_hidden, d_weight, norm_sums = gradients
+    # detach() shares the version counter, so autograd raises if ``hidden`` was saved earlier.
+    rows = Rows.of(hidden.detach()).flat()  # [n * b, m]
+    chunks = tiles_of(rows.shape[0], rows_per_chunk)
+    if needs_hidden:
+        pairs = rows.updates(chunks, rows)
+    else:
+        pairs = zip(rows.tiles(chunks), [None] * len(chunks), strict=True)
     losses = torch.empty_like(token_weights)
-    for start in range(0, len(hidden_rows), rows_per_chunk):
-        rows = slice(start, start + rows_per_chunk)
-        x = hidden_rows[rows]
-        y, d_y = x, None if d_hidden is None else d_hidden_rows[rows]
+    for chunk, (x, d_x) in zip(chunks, pairs, strict=True):
+        y, d_y = x, d_x
         if norm is not None:
             y = norm.normalize(x)
             d_y = None if norm_sums is None else torch.empty_like(y)
-        losses[:, rows] = _chunk_losses(
+        losses[:, chunk.local] = _chunk_losses(
             y,
             weight.detach()[: split.num_columns],
-            labels[:, rows].flatten(),
-            token_weights[:, rows].flatten(),
+            labels[:, chunk.local].flatten(),
+            token_weights[:, chunk.local].flatten(),
             split,
             d_y,
             None if d_weight is None else d_weight[: split.num_columns],
@@ -194,8 +206,8 @@ def _sum_of_chunks(inputs: _Inputs, gradients: _Gradients) -> Tensor:
         if norm_sums is not None:
             names = norm_sums.names([""])
             (dx,) = tile_backward(_normalize, norm, [x], [d_y], norm_sums, names)
-            if d_hidden is not None:
-                d_hidden_rows[rows] = dx  # over x, which was read for the last time
+            if d_x is not None:
+                d_x.copy_(dx)  # over x, which was read for the last time
     return (losses * token_weights).sum()  # once: its error does not grow with the chunks
 
 
@@ -274,7 +286,7 @@ def _check_shapes(
                 f"{name} has shape {list(x.shape)}; hidden states {list(hidden.shape)} on "
                 f"{split.num_token_blocks} ranks need [b, n] = {list(expected)}"
             )
-    if not hidden.is_contiguous():
+    if not hidden.is_contiguous() and not Rows.of(hidden).is_on_host:
         raise ValueError(
             f"hidden has strides {hidden.stride()}; its gradient is written over it row by row, "
             "so make it contiguous"

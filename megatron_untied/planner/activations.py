@@ -48,6 +48,7 @@ def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
         residual=torch.Size((own_rows, geometry.b, geometry.m)),
         tile_size=memory.sequence_tile_size,
         tile_rows=geometry.tile_tokens // geometry.num_token_parts // geometry.b,
+        loss_tokens=geometry.loss_tokens,
     )
     return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers))
 
@@ -94,14 +95,16 @@ class KernelBuffers:
     """What is there of them when the last chunk is loaded."""
 
     @classmethod
-    def of(cls, sizes: Sizes, kernel: TracedKernel) -> "KernelBuffers":
-        """Of one rank.
+    def of(
+        cls, sizes: Sizes, kernel: TracedKernel, *, home_on_host: bool = False
+    ) -> "KernelBuffers":
+        """Of one rank. ``home_on_host``: dK and dV of its own tokens are there.
 
         Raises:
             ValueError: a sequence that the kernel cannot index.
         """
-        home_dtype = BackwardBuffers.plan(sizes).kv_grads.home_dtype
-        all_home = sizes.buffer("dk_dv", sizes.n, 2 * sizes.schedule.num_kv_heads, home_dtype)
+        heads = 0 if home_on_host else 2 * sizes.schedule.num_kv_heads
+        all_home = sizes.buffer("dk_dv", sizes.n, heads, sizes.home_dtype)
         all_home = replace(all_home, category=MemoryCategory.KERNEL)
         none_home = replace(all_home, numel=0)
         scratch = Buffer(
@@ -156,16 +159,18 @@ class StreamedActivations:
             policy=plan.policy,
             plan=plan,
             held={(phase, layer): held for phase, layer, held in plan.workspace()},
-            kernel=KernelBuffers.of(plan.sizes.attention, geometry.kernel),
+            kernel=KernelBuffers.of(
+                plan.sizes.attention, geometry.kernel, home_on_host=plan.policy.park
+            ),
         )
 
     def workspace(self, phase: Phase, layer: int) -> tuple[Buffer, ...]:
-        """What is alive of it when ``layer`` leaves ``phase``; ``BACKWARD`` is after the layer.
+        """What is alive of it when ``layer`` leaves ``phase``.
 
         Buffers that the phase takes, and memory that phases before it left there.
         """
         # Made on demand: a search looks at few layers, and at thousands of plans.
-        taken = () if phase is Phase.BACKWARD else self.plan.taken(phase, layer)
+        taken = self.plan.taken(phase, layer)
         known = {id(buffer) for buffer in taken}
         left = [x for x in self.held[phase, layer].values() if id(x) not in known]
         return (*taken, *(replace(x, name=x.memory, because="") for x in left))

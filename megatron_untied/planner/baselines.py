@@ -70,7 +70,7 @@ def _bytes_by_category(
     ring = 0.0
     if setting.num_ring > 1:
         sums = 2 * q + 4 * kv  # dQ, dK, dV in fp32
-        passed_on, arriving = 4 * kv, 2 * kv  # fp32 dK and dV on their way; the next k and v
+        passed_on, arriving = 4 * kv, 2 * kv  # fp32 dK and dV in transit; the next k and v
         written = q + 2 * kv  # by the kernel in one step of the ring
         ring = sums + passed_on + arriving + written
     output = model.num_attention_heads * model.kv_channels / m

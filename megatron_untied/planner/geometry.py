@@ -78,6 +78,8 @@ class Geometry:
     tile_tokens: int
     """Tokens x samples of one tile, over all tensor-parallel ranks that are gathered."""
     num_tiles: int
+    loss_tokens: int
+    """Tokens x samples of one chunk of the loss, of this rank's residual."""
     residual_bytes: int
     """H: the residual of this rank's tokens."""
     output_bytes: int
@@ -122,6 +124,7 @@ class Geometry:
             Shape(num_queries=rows, num_keys=rows, b=b, h=h_call, g=g_call, d=d)
             for h_call, g_call in heads_of_calls
         ]
+        chunk = config.memory.loss_chunk_size or own_rows * b * num_token_parts
         return cls(
             config=config,
             world_size=world_size,
@@ -149,6 +152,7 @@ class Geometry:
             residual_tokens=own_rows * b,
             tile_tokens=tile_tokens,
             num_tiles=-(-n * b // tile_tokens),
+            loss_tokens=min(own_rows * b, max(chunk // num_token_parts, 1)),
             residual_bytes=own_rows * b * model.hidden_size * itemsize,
             output_bytes=n * b * h * d * itemsize,
             lse_bytes=n * b * h * 4,

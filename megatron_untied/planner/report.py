@@ -75,14 +75,14 @@ def headline(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """Whether it fits, with the reserves that are left free and the sizes of the machine."""
+    """Whether it fits into what the reserves leave, in the terms of the first line."""
     machine, host = plan.machine, plan.host.total() * plan.machine.gpus_per_node / GIB
     reserve = HOST_RESERVE_GIB * machine.gpus_per_node
     answer = "fits" if plan.fits else "does not fit"
     return (
-        f"{answer}: GPU {plan.peak.num_bytes / GIB:.1f} + {DEVICE_RESERVE_GIB} in reserve of "
-        f"{machine.gpu_memory_gib:g} GiB; host {host:.1f} + {reserve} in reserve of "
-        f"{machine.host_memory_gib:g} GiB per node"
+        f"{answer}: GPU {plan.peak.num_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB "
+        f"after {DEVICE_RESERVE_GIB} GiB reserve; host {host:.1f} of "
+        f"{machine.host_memory_gib - reserve:.1f} GiB per node after {reserve} GiB reserve"
     )
 
 

@@ -1,7 +1,7 @@
 """Settings that make a run fit: those for "auto", and flags that trade time for memory."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ class Change:
     """Other values in one part of the configuration, and the flags that set them."""
 
     flags: str = ""
-    """Empty for the values that are there already."""
+    """Empty for the values that are there already, and for those that "auto" finds."""
     part: str = "memory"
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -28,7 +28,8 @@ _UNCHANGED = Change()
 def search(plan: Plan) -> tuple[list[str], Plan] | None:
     """The flags to change and the fastest plan that fits with them; None if nothing does.
 
-    Of equally fast plans it is the one with the fewest changes.
+    Of equally fast plans it is the one with the fewest changes. A setting of ``plan`` that is
+    "auto" stays so: the plan returned is the one that a run with these flags chooses.
     """
     options = _options(plan.config)
     quick = replace(plan, every_layer=False)
@@ -52,8 +53,18 @@ def search(plan: Plan) -> tuple[list[str], Plan] | None:
         if not fits(candidate, with_host=False):
             too_large.append(places)
         elif candidate.fits_host:
-            return flags, replace(candidate, every_layer=True)
+            return flags, choose(_with_auto_of(plan.config, candidate.config), plan.machine)
     return None
+
+
+def _with_auto_of(given: RunConfig, found: RunConfig) -> RunConfig:
+    """``found`` with "auto" wherever ``given`` has it."""
+    parallel, memory = found.parallel, found.memory
+    if given.parallel.heads_per_chunk == "auto":
+        parallel = replace(parallel, heads_per_chunk="auto")
+    if given.memory.recompute_granularity == "auto":
+        memory = replace(memory, recompute_granularity="auto")
+    return replace(found, parallel=parallel, memory=memory)
 
 
 def needs_streamed_layers(memory: MemoryConfig) -> bool:
@@ -74,12 +85,24 @@ def legal_chunks(config: RunConfig) -> list[int]:
 def _options(config: RunConfig) -> list[list[Change]]:
     """By setting: the value that is there, then others that take less and less of the device."""
     memory, parallel, layers = config.memory, config.parallel, config.model.num_layers
-    granularities = [g for g in ("selective", "full") if g != memory.recompute_granularity]
     groups = [n for n in (2, 4, 8) if memory.recompute_num_layers < n <= layers]
     on_host = [n for n in (layers // 2, layers) if n > memory.cpu_offloading_num_layers]
     legal = legal_chunks(config)
-    current = legal[-1] if parallel.heads_per_chunk == "all" else parallel.heads_per_chunk
-    smaller = {u for u in (legal[0], legal[(len(legal) - 1) // 2]) if u < current}
+    middle = legal[(len(legal) - 1) // 2]
+    if parallel.heads_per_chunk == "auto":
+        chunks = [
+            Change(part="parallel", values={"heads_per_chunk": u})
+            for u in sorted({legal[0], middle, legal[-1]}, reverse=True)
+        ]
+    else:
+        current = legal[-1] if parallel.heads_per_chunk == "all" else parallel.heads_per_chunk
+        smaller = sorted({u for u in (legal[0], middle) if u < current}, reverse=True)
+        chunks = [_UNCHANGED] + [
+            Change(
+                part="parallel", values={"heads_per_chunk": u}, flags=f"--cp-heads-per-chunk {u}"
+            )
+            for u in smaller
+        ]
     overlaps = parallel.cp_overlap and parallel.num_ulysses_and_ring[0] > 1
     loss_chunk = memory.loss_chunk_size or config.batch.seq_length
     options = [
@@ -87,13 +110,10 @@ def _options(config: RunConfig) -> list[list[Change]]:
             Change(part=part, values={name: value}, flags=flag.format(value)) for value in values
         ]
         for part, name, flag, values in (
-            ("memory", "recompute_granularity", "--recompute-granularity {}", granularities),
             ("memory", "recompute_num_layers", "--recompute-num-layers {}", groups),
             ("memory", "cpu_offloading_num_layers", "--cpu-offloading-num-layers {}", on_host),
             ("memory", "park_during_attention", "--park-during-attention",
              [] if memory.park_during_attention else [True]),
-            ("parallel", "heads_per_chunk", "--cp-heads-per-chunk {}",
-             sorted(smaller, reverse=True)),
             ("parallel", "cp_overlap", "--no-cp-overlap", [False] if overlaps else []),
             ("memory", "sequence_tile_size", "--sequence-tile-size {}",
              [2048] if memory.sequence_tile_size > 2048 else []),
@@ -101,7 +121,20 @@ def _options(config: RunConfig) -> list[list[Change]]:
              [n for n in (8192, 2048) if n < loss_chunk][-1:]),
         )
     ]  # fmt: skip
-    return [*options, [_UNCHANGED, *_more_sharding(config)]]
+    sharding = [_UNCHANGED, *_more_sharding(config)]
+    return [list(_granularities(memory)), *options, chunks, sharding]
+
+
+def _granularities(memory: MemoryConfig) -> Iterator[Change]:
+    """None only where it is given; "selective" before "full", which takes less of the device."""
+    given = memory.recompute_granularity
+    names = [None, "selective", "full"] if given in (None, "auto") else ["selective", "full"]
+    for name in names:
+        is_named = given not in (name, "auto")
+        yield Change(
+            values={"recompute_granularity": name},
+            flags=f"--recompute-granularity {name}" if is_named else "",
+        )
 
 
 def _more_sharding(config: RunConfig) -> Iterator[Change]:
@@ -141,13 +174,23 @@ def choose(config: RunConfig, machine: Machine) -> Plan:
     chosen = next(fitting, None)
     if chosen is not None:
         return replace(chosen, every_layer=True)
-    least = min(plans, key=peak_bytes)
+    least = nearest(plans)
     raise ValueError(
-        f"no automatic setting fits: the smallest takes {least.peak.num_bytes / GIB:.1f} of "
+        f"no automatic setting fits: the nearest takes {least.peak.num_bytes / GIB:.1f} of "
         f"{machine.device_bytes / GIB:.1f} GiB per GPU and {least.host.total() / GIB:.1f} of "
         f"{machine.host_bytes / GIB:.1f} GiB of host memory per rank; tools/plan_memory.py lists "
         "other flags that make it fit"
     )
+
+
+def nearest(plans: Sequence[Plan]) -> Plan:
+    """Of plans that do not fit, the one that lacks the fewest bytes of GPU and host together."""
+
+    def lacking(plan: Plan) -> float:
+        on_host = plan.host.total() - plan.machine.host_bytes
+        return max(0, peak_bytes(plan) - plan.machine.device_bytes) + max(0, on_host)
+
+    return min(plans, key=lambda plan: (lacking(plan), peak_bytes(plan)))
 
 
 def candidates(config: RunConfig, machine: Machine) -> Iterator[RunConfig]:
@@ -169,13 +212,23 @@ def candidates(config: RunConfig, machine: Machine) -> Iterator[RunConfig]:
 
 def describe(plan: Plan) -> str:
     """One line on what was chosen, in flags."""
-    config, machine = plan.config, plan.machine
-    granularity = config.memory.recompute_granularity
+    found = "planned" if plan.fits else "no automatic setting fits, the nearest is"
+    assumed = f" | assumed: {plan.machine.gpu.assumed}" if plan.machine.gpu.assumed else ""
+    return f"{found}: {settings(plan)} | {sizes(plan)}{assumed}"
+
+
+def settings(plan: Plan) -> str:
+    """The settings that may be automatic."""
+    granularity = plan.config.memory.recompute_granularity
     recompute = f"--recompute-granularity {granularity}" if granularity else "no recomputation"
-    assumed = f" | assumed: {machine.gpu.assumed}" if machine.gpu.assumed else ""
+    return f"--cp-heads-per-chunk {plan.config.parallel.heads_per_chunk}, {recompute}"
+
+
+def sizes(plan: Plan) -> str:
+    """The peak and the host memory, with what there is after the reserve."""
+    machine = plan.machine
     return (
-        f"planned: --cp-heads-per-chunk {config.parallel.heads_per_chunk}, {recompute} | "
         f"{plan.peak.num_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB per GPU, "
         f"{plan.host.total() / GIB:.1f} of {machine.host_bytes / GIB:.1f} GiB of host memory per "
-        f"rank{assumed}"
+        "rank"
     )

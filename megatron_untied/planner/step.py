@@ -22,6 +22,7 @@ from megatron_untied.planner.tiles import Tiles, loss_bytes
 from megatron_untied.planner.weights import (
     ShardedWeights,
     Stage,
+    Unit,
     full_gradients,
 )
 
@@ -100,6 +101,9 @@ class Step(ABC):
         """Through a whole forward."""
         self.residual = (_outside("residual", geometry.residual_bytes, MemoryCategory.RESIDUAL),)
         """The residual, in backward its gradient: [n, b, m] or a part of it."""
+        self.residual_in_loss = self.residual
+        self.residual_at_ends = self.residual
+        """While the embedding's forward or backward runs."""
 
     def snapshots(self) -> Iterator[MemorySnapshot]:
         """The peaks of each phase, in the order of a step."""
@@ -107,7 +111,7 @@ class Step(ABC):
         residual = self.residual
 
         lookup = self.in_forward + weights.gathered(Stage.EMBEDDING)
-        yield _snapshot(Phase.FORWARD, lookup, residual)
+        yield _snapshot(Phase.FORWARD, lookup, self.residual_at_ends)
         for layer in self._layers:
             for phase, alive, buffers in self.layer_forward(layer):
                 yield _snapshot(phase, alive, buffers, layer)
@@ -116,7 +120,7 @@ class Step(ABC):
         at_loss = before_loss + weights.gathered(Stage.BEFORE_LOSS)
         yield _snapshot(Phase.FORWARD, at_loss, residual)
         in_loss = before_loss + weights.gathered(Stage.LOSS) + loss_bytes(self.geometry)
-        yield _snapshot(Phase.LOSS, in_loss, residual)
+        yield _snapshot(Phase.LOSS, in_loss, self.residual_in_loss)
 
         # The reduction of the output matrix' gradient starts while the last layer arrives.
         after_loss = self.in_backward(0) + self.kept
@@ -129,7 +133,7 @@ class Step(ABC):
 
         embedding = weights.gradients(None) - weights.gradients(num_layers)
         lookup_backward = self.in_backward(num_layers) + embedding + weights.embedding_gradient()
-        yield _snapshot(Phase.BACKWARD, lookup_backward, residual)
+        yield _snapshot(Phase.BACKWARD, lookup_backward, self.residual_at_ends)
         yield _snapshot(Phase.OPTIMIZER, self.states + weights.gradients(None))
 
     @abstractmethod
@@ -167,12 +171,15 @@ class Step(ABC):
 
     def around_layer_backward(self, layer: int) -> Bytes:
         """Alive all along the backward of ``layer``, but for activations."""
-        units, num_layers = self.weights.units, self.geometry.num_layers
-        # The gradient of the layer after it is being reduced.
-        reduced = units.output if layer + 1 == num_layers else units.layer
+        num_layers = self.geometry.num_layers
         alive = self.in_backward(num_layers - 1 - layer)
         alive += self.weights.gathered(Stage.LAYER_BACKWARD, layer)
-        return alive + self.weights.reduce_buffer(reduced)
+        return alive + self.weights.reduce_buffer(self._reduced_before(layer))
+
+    def _reduced_before(self, layer: int) -> Unit:
+        """The unit whose gradients are being reduced when the backward of ``layer`` begins."""
+        units = self.weights.units
+        return units.output if layer + 1 == self.geometry.num_layers else units.layer
 
 
 class StreamedStep(Step):
@@ -184,9 +191,10 @@ class StreamedStep(Step):
         self.activations = StreamedActivations.of(geometry, rank)
         self.kept = self.activations.kept_forward(geometry.num_layers - 1)
         self.tiles = Tiles.of(geometry, self.weights.units)
-        # Parked, the residual is on the host while attention runs.
-        is_parked = self.activations.policy.park
-        self.residual_in_attention = () if is_parked else self.residual
+        if self.activations.policy.park:  # it is on the host
+            sizes, self.residual = self.activations.plan.sizes, ()
+            self.residual_in_loss = (sizes.loss_tiles(),)
+            self.residual_at_ends = (sizes.row_tiles(),)
 
     @override
     def layer_forward(self, layer: int) -> Iterator[_LayerPeak]:
@@ -196,7 +204,7 @@ class StreamedStep(Step):
         lse = Bytes({MemoryCategory.KEPT: self.geometry.lse_bytes})
 
         in_attention = kept.workspace(Phase.ATTENTION_FORWARD, layer)
-        in_attention = (*self.residual_in_attention, *in_attention)
+        in_attention = (*self.residual, *in_attention)
         # Log-sum-exps that stay on the device are already counted with what is kept.
         is_counted = policy.selective and not policy.layers[layer].lse_on_host
         attention = alive + (Bytes() if is_counted else lse)
@@ -212,8 +220,6 @@ class StreamedStep(Step):
     def layer_backward(self, layer: int) -> Iterator[_LayerPeak]:
         geo, policy, workspace = self.geometry, self.activations.policy, self.activations.workspace
         alive = self.around_layer_backward(layer) + self.activations.kept_backward(layer)
-        if policy.layers[layer].lse_on_host:  # fetched for the whole layer
-            alive += Bytes({MemoryCategory.KEPT: geo.lse_bytes})
         if layer == policy.layers[layer].group[-1]:
             yield from self._recompute_group(layer, alive)
 
@@ -226,9 +232,14 @@ class StreamedStep(Step):
         yield Phase.MLP_BACKWARD, alive + self.tiles.mlp_backward + sums, in_mlp
         yield Phase.MLP_BACKWARD, alive + self.tiles.mlp_backward_end + mlp_gradients, in_mlp
 
+        if policy.park:  # waited for before attention
+            alive -= self.weights.reduce_buffer(self._reduced_before(layer))
         kernel, attention = self.activations.kernel, alive + mlp_gradients
-        in_attention = workspace(Phase.ATTENTION_BACKWARD, layer)
-        in_attention = (*self.residual_in_attention, *in_attention)
+        if policy.layers[layer].lse_on_host:  # fetched chunk by chunk
+            sizes = self.activations.plan.sizes.attention
+            heads = max(len(each.query_heads) for each in sizes.mine)
+            attention += Bytes({MemoryCategory.KEPT: 4 * sizes.tokens * sizes.b * heads})
+        in_attention = (*self.residual, *workspace(Phase.ATTENTION_BACKWARD, layer))
         loading = attention + self.tiles.projection
         yield Phase.ATTENTION_BACKWARD, loading, (*in_attention, kernel.home_while_loading)
         yield Phase.ATTENTION_BACKWARD, attention, (*in_attention, *kernel.at_peak)
@@ -245,13 +256,12 @@ class StreamedStep(Step):
         after += self.weights.gathered(Stage.AFTER_LAYER_BACKWARD, layer)
         after += self.weights.reducing(units.layer) + full_gradients(units.layer)
         after += self.activations.kept_backward(layer - 1) if layer else Bytes()
-        yield Phase.BACKWARD, after, (*self.residual, *workspace(Phase.BACKWARD, layer))
+        yield Phase.BACKWARD, after, self.residual
 
     def _recompute_group(self, layer: int, alive: Bytes) -> Iterator[_LayerPeak]:
         """The group that ends with ``layer`` is recomputed when the backward of ``layer`` begins.
 
-        Every layer but the last makes the input of the next one, which is then copied to where it
-        is kept.
+        Every layer but the last makes the input of the next one where it is kept.
         """
         policy, workspace = self.activations.policy, self.activations.workspace
         if not policy.selective:
@@ -263,10 +273,7 @@ class StreamedStep(Step):
         if members == 1:
             return
         in_mlp = (*self.residual, *workspace(Phase.RECOMPUTE_MLP, layer - 1))
-        size = self.geometry.residual_bytes
-        recomputed = _outside("recomputed_input", size, MemoryCategory.RESIDUAL)
         yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward, in_mlp
-        yield Phase.BACKWARD, alive, (*in_mlp, recomputed)
         if members == 2:
             return
         # One layer earlier the next layer's weights arrive, and the last input is not there yet.
@@ -274,7 +281,6 @@ class StreamedStep(Step):
         if not policy.layers[layer].input_on_host:
             alive -= Bytes({MemoryCategory.KEPT: self.geometry.residual_bytes})
         yield Phase.RECOMPUTE_MLP, alive + self.tiles.mlp_forward, in_mlp
-        yield Phase.BACKWARD, alive, (*in_mlp, recomputed)
 
 
 class PlainStep(Step):

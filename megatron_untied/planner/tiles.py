@@ -71,9 +71,12 @@ class Tiles:
         last_tile = own if geo.num_tiles > 1 else 0
         qkv_backward = 2 * qkv + copied + attended + converted + last_tile + 2 * own
         qkv_backward += units.qkv.numel
+        on_host = geo.config.memory.park_during_attention  # dK and dV: a tile of them is fetched
         if gathers:
             rotary = geo.tile_tokens * geo.d * 4 // geo.itemsize
-            qkv_backward += hidden + (0 if converted else kv) + rotary
+            qkv_backward += hidden + rotary
+        if gathers or on_host:
+            qkv_backward += 0 if converted else kv
 
         peaks = {
             "projection": projection,
@@ -97,9 +100,7 @@ def loss_bytes(geometry: Geometry) -> Bytes:
     in the dtype of the model.
     """
     geo = geometry
-    rows, chunk = geo.residual_tokens, geo.config.memory.loss_chunk_size
-    if chunk is not None:
-        rows = min(rows, max(chunk // geo.num_token_parts, 1))
+    rows = geo.loss_tokens
     tokens = rows * geo.num_token_parts  # gathered over tensor-parallel ranks
     columns = min(geo.v, geo.config.model.vocab_size)  # the first rank has no padding
     logits = tokens * columns * (4 + (geo.itemsize if geo.itemsize < 4 else 0))

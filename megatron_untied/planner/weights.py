@@ -176,7 +176,7 @@ class ShardedWeights:
         return Bytes({MemoryCategory.CHECKPOINT: num_bytes})
 
     def gradients(self, num_layers_done: int | None) -> Bytes:
-        """Sharded gradients at rest: of the output and of so many layers; None is all."""
+        """Sharded gradients: of the output and of so many layers; None is all."""
         if not self.is_full or self.is_on_host:
             return Bytes()
         units = self.units
@@ -238,10 +238,12 @@ class ShardedWeights:
 
     def embedding_gradient(self) -> Bytes:
         """The gradient of the lookup, whole, when it is converted, summed or reduced."""
-        unit = self.units.embedding
+        unit, memory = self.units.embedding, self.geometry.config.memory
         if self.units.is_tied:  # beside the output matrix' gradient: their sum
             return full_gradients(unit, unit)
-        width = self.geometry.itemsize if self.geometry.num_sharding > 1 else _FP32
+        # Summed over tiles in fp32 if the residual is on the host.
+        is_wide = self.geometry.num_sharding == 1 or memory.park_during_attention
+        width = _FP32 if is_wide else self.geometry.itemsize
         lookup = Bytes({MemoryCategory.WEIGHT_GRADIENTS: width * unit.numel})
         return lookup + self.reducing(unit)
 

@@ -6,5 +6,5 @@ backward :mod:`.activation_store` holds what a layer saved: on the device, in ho
 (:mod:`.host_arena`), or not at all because :func:`.layer.recompute` computes it again.
 :mod:`.activation_policy` decides which, and :mod:`.memory_plan` adds it all up without a run.
 
-Memory is counted in H = n * b * m elements: one residual tensor on one rank.
+Memory is counted in H: the bytes of one bf16 residual on one rank, n * b * m elements.
 """

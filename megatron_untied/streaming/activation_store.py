@@ -7,33 +7,38 @@ the first layer of a group only, and backward recomputes the others from the x b
 group's attention once more, whose O is then saved until the group's own backward.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron_untied.context_parallel.buffer_plan import Sizes, Staging
 from megatron_untied.context_parallel.exchange import HeadChunkLayout, HeadChunks
-from megatron_untied.context_parallel.kv_gradients import MakeSums
+from megatron_untied.context_parallel.kv_gradients import KvHome, MakeSums
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import LogSumExps
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.phases import MemoryCategory, allocating
+from megatron_untied.residual import Rows
 from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.streaming.host_tensors import (
     HostHeadChunks,
+    HostKvHome,
     HostKvSums,
-    Rows,
+    HostRows,
 )
 
 
-class StoredLse:
-    """Log-sum-exps that wait for their backward: on the device, or in slots of ``arena``."""
+class StoredLse(Sequence[Sequence[Tensor]]):
+    """Log-sum-exps that wait for their backward: on the device, or in slots of ``arena``.
+
+    Those of chunk j are an item. One on the host is fetched and its memory released: get it once.
+    """
 
     def __init__(self, lse: LogSumExps, arena: HostArena | None):
         """``lse``: fp32 [b, heads of a kernel call, s/r], by chunk and kernel call."""
@@ -46,18 +51,19 @@ class StoredLse:
             for slot, x in zip(self._slots[-1], chunk, strict=True):
                 slot.write(x.contiguous()).wait()  # small: one copy per kernel call
 
-    def on_device(self) -> LogSumExps:
-        """On the device, as given; host memory is released, so call it once."""
-        if self._lse is not None:
-            return self._lse
-        fetched: LogSumExps = []
-        for chunk in self._slots:
-            fetched.append([])
-            for slot in chunk:
-                lse = torch.empty(slot.shape, dtype=slot.dtype, device=self._device)
-                slot.read(lse).wait()
-                slot.release()
-                fetched[-1].append(lse)
+    @override
+    def __len__(self) -> int:
+        return len(self._lse if self._slots is None else self._slots)
+
+    @override
+    def __getitem__(self, j: int) -> list[Tensor]:
+        if self._slots is None:
+            return self._lse[j]
+        fetched = []
+        for slot in self._slots[j]:
+            fetched.append(torch.empty(slot.shape, dtype=slot.dtype, device=self._device))
+            slot.read(fetched[-1]).wait()
+            slot.release()
         return fetched
 
 
@@ -105,16 +111,39 @@ class ActivationStore:
             self._open = None  # from here on only the graph references it
         return group
 
-    def save_input(self, saved: SavedLayer, x: Tensor) -> Copy | None:
-        """Save the layer's input [n, b, m] or [n/t, b, m]; wait for the copy before changing x."""
+    def rows(self, like: Rows, *, on_host: bool) -> Rows:
+        """Rows of the shape of ``like``, uninitialized."""
+        if on_host:
+            return HostRows(like.shape, like.dtype, like.device, self.arena, self.workspace)
+        return Rows(torch.empty(like.shape, dtype=like.dtype, device=like.device))
+
+    def save_input(self, saved: SavedLayer, x: Rows) -> tuple[Rows, Copy | None]:
+        """Save the layer's input; returns where the layer's output goes.
+
+        That is ``x`` itself, once it was read for the last time and the copy, if there is one, was
+        waited for. An input that is on the host stays where it is: nothing is copied.
+        """
         if not self.policy.layers[saved.index].input_on_host:
             with allocating(MemoryCategory.KEPT):
-                kept = x.clone()  # 1 H: the layer overwrites x itself
-            saved.x = Rows(kept, self.workspace, x.device)
-            return None
-        slot = self.arena.reserve(x.shape, x.dtype)
-        saved.x = Rows(slot, self.workspace, x.device)
-        return slot.write(x)
+                saved.x = Rows(x.on_device())  # 1 H: the layer overwrites x itself
+            return x, None
+        if x.is_on_host:
+            saved.x = x
+            return self.rows(x, on_host=True), None
+        saved.x = self.rows(x, on_host=True)
+        return x, saved.x.fill(x.as_tensor())
+
+    def move(self, tensor: Tensor, *, to_host: bool) -> Tensor:
+        """A residual [n, b, m] on the device as a stand-in for a copy on the host, or back."""
+        rows = Rows.of(tensor)
+        if to_host:
+            moved = self.rows(rows, on_host=True)
+            moved.fill(tensor).wait()
+            return moved.as_tensor()
+        with allocating(MemoryCategory.RESIDUAL):
+            on_device = rows.on_device()
+        rows.release()
+        return on_device
 
     def out(
         self, index: int, sizes: Sizes, tile_rows: int, device: torch.device, *, is_saved: bool
@@ -144,43 +173,21 @@ class ActivationStore:
             return HostHeadChunks(staging, layout, self.arena, self.workspace, device)
         return HeadChunks.in_workspace("d_out", sizes, self.workspace, device)
 
-    def make_sums(self, sizes: Sizes, rows_at_a_time: int, device: torch.device) -> MakeSums | None:
-        """Makes what dK and dV are summed in; None if that is the workspace of the chunk loop."""
+    def kv_gradients(
+        self, sizes: Sizes, tile_tokens: int, tile_rows: int, device: torch.device
+    ) -> tuple[MakeSums | None, KvHome | None]:
+        """What dK and dV are summed in, and where they go; None is the device.
+
+        ``tile_tokens`` of all tensor-parallel ranks, ``tile_rows`` the most that are read at once.
+        """
         if not self.policy.park:
-            return None
-        return functools.partial(
+            return None, None
+        make_sums = functools.partial(
             HostKvSums,
             sizes=sizes,
-            rows_at_a_time=rows_at_a_time,
+            tile_tokens=tile_tokens,
             device=device,
             arena=self.arena,
             workspace=self.workspace,
         )
-
-    @contextlib.contextmanager
-    def offload_during_attention(self, x: Tensor, copy: Rows | None = None) -> Iterator[Rows]:
-        """The rows of ``x`` [n, b, m]; if the policy parks, ``x`` has no device memory meanwhile.
-
-        ``copy`` is an existing copy of ``x``: if it is on the host, nothing is copied out. The
-        storage object stays the same, so aliases of ``x`` are valid again afterwards.
-        """
-        if not self.policy.park:
-            yield Rows(x, self.workspace, x.device)
-            return
-        slot = copy and copy.host_slot
-        owns_slot = slot is None
-        if owns_slot:
-            slot = self.arena.reserve(x.shape, x.dtype)
-            slot.write(x).wait()
-        else:
-            self.arena.engine.wait_all()  # that copy may still be in flight
-        storage = x.untyped_storage()
-        num_bytes = storage.nbytes()
-        storage.resize_(0)
-        try:
-            yield Rows(slot, self.workspace, x.device)
-        finally:  # an error inside must not leave a tensor without memory behind
-            storage.resize_(num_bytes)
-        slot.read(x).wait()
-        if owns_slot:
-            slot.release()
+        return make_sums, HostKvHome(sizes, tile_rows, self.arena, self.workspace)

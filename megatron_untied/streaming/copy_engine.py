@@ -133,15 +133,24 @@ class CopyEngine:
         """
         return self._start(self.streams.copy_out, device_tensor, host, device_tensor, after)
 
-    def copy_in(self, host: Tensor, device_tensor: Tensor, *, after: Copy | None) -> Copy:
-        """Start host to device, behind all compute so far and the copy ``after``.
+    def copy_in(
+        self,
+        host: Tensor,
+        device_tensor: Tensor,
+        *,
+        after: Copy | None,
+        leaving: Copy | None = None,
+    ) -> Copy:
+        """Start host to device, behind all compute so far and the copies ``after`` and ``leaving``.
 
         Args:
             host: same shape and dtype as ``device_tensor``.
             device_tensor: not touched by compute queued from now on, until waited for.
             after: the last copy that wrote ``host``.
+            leaving: the copy out of ``device_tensor``, if compute does not wait for it.
         """
-        return self._start(self.streams.copy_in, host, device_tensor, device_tensor, after)
+        stream = self.streams.copy_in
+        return self._start(stream, host, device_tensor, device_tensor, after, leaving)
 
     def wait_all(self) -> None:
         """Wait for every copy not yet waited for: the end of a step, or of a failed one."""
@@ -159,12 +168,12 @@ class CopyEngine:
         source: Tensor,
         target: Tensor,
         device_tensor: Tensor,
-        after: Copy | None,
+        *after: Copy | None,
     ) -> Copy:
         # The edges to compute and to the other copy stream come first: the copy is behind both.
         stream.wait_event(self.streams.compute.record_event())
-        if after is not None:
-            stream.wait_event(after.done)
+        for copy in filter(None, after):
+            stream.wait_event(copy.done)
         self.streams.launch(stream, partial(copy_by_pieces, source, target))
         copy = Copy(self, stream.record_event())
         self.device_tensors[copy] = device_tensor

@@ -19,8 +19,7 @@ Forward of one layer, with the residual updated in place, and its backward by ti
         ...                                  # the next tile arrives meanwhile
     slot.release()                           # after its last read was started
 
-Parking is the same: ``slot.write(g).wait()``, give g's storage back (``resize_(0)``), and later
-allocate it again and ``slot.read(g).wait()``. Call ``arena.engine.wait_all()`` after a failed step.
+Call ``arena.engine.wait_all()`` after a failed step.
 """
 
 import contextlib
@@ -142,11 +141,16 @@ class HostSlot:
         self._is_written = True
         return copy
 
-    def read(self, out: Tensor, index: Index = ()) -> Copy:
-        """Start copying ``slot[index]``, by default the whole slot, into ``out`` on the device."""
+    def read(self, out: Tensor, index: Index = (), *, leaving: Copy | None = None) -> Copy:
+        """Start copying ``slot[index]``, by default the whole slot, into ``out`` on the device.
+
+        ``leaving``: the copy of what is in ``out`` so far, if compute does not wait for it.
+        """
         segment = self._live_segment()
         assert self._is_written, "this slot is read before anything was written to it"
-        copy = self._arena.engine.copy_in(self._host[index], out, after=segment.last_write)
+        copy = self._arena.engine.copy_in(
+            self._host[index], out, after=segment.last_write, leaving=leaving
+        )
         segment.last_read = copy
         return copy
 

@@ -1,11 +1,14 @@
-"""A layer's tensors that may be in host memory and pass through the device in parts.
+"""A layer's tensors that are in host memory and pass through the device in parts.
 
-The layer's input is read tile by tile (:class:`Rows`), attention outputs chunk by chunk
-(:class:`HostHeadChunks`), and sums of key and value gradients head by head (:class:`HostKvSums`).
+Residual and gradient pass tile by tile (:class:`HostRows`), attention outputs chunk by chunk
+(:class:`HostHeadChunks`), sums of key and value gradients head by head (:class:`HostKvSums`) and,
+once they are home, tile by tile (:class:`HostKvHome`).
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy as shallow_copy
 
 import torch
 from torch import Tensor
@@ -15,46 +18,121 @@ from megatron_untied.context_parallel.buffer_plan import (
     PerChunk,
     Sizes,
     Staging,
+    kv_tile,
     row_tiles,
     sum_rows,
 )
 from megatron_untied.context_parallel.exchange import HeadChunkLayout, HeadChunks
-from megatron_untied.context_parallel.kv_gradients import KvPair, KvSums
+from megatron_untied.context_parallel.kv_gradients import KvHome, KvPair, KvSums
 from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.residual import Rows, stand_in
 from megatron_untied.streaming.copy_engine import Copy
 from megatron_untied.streaming.host_arena import HostArena, HostSlot, prefetch
 from megatron_untied.tiling import Tile
 
 
-class Rows:
-    """A layer's input [rows, b, m], on the device or on the host, read tile by tile."""
+class HostRows(Rows):
+    """A residual [rows, b, m] or its gradient in host memory, which passes the device by tiles."""
 
-    host_slot: HostSlot | None
-    """Its host memory; None if it is on the device."""
+    is_on_host = True
 
-    def __init__(self, source: Tensor | HostSlot, workspace: Workspace, device: torch.device):
-        """``device``: where tiles are read; ``workspace``: lends the memory for those of a slot."""
-        self.shape, self.dtype, self.device = source.shape, source.dtype, device
-        self.host_slot = source if isinstance(source, HostSlot) else None
-        self._source, self._workspace = source, workspace
+    def __init__(
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        arena: HostArena,
+        workspace: Workspace,
+    ):
+        """Uninitialized. ``device``: where tiles are; ``workspace``: lends the memory for them."""
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self._arena, self._workspace = arena, workspace
+        self._slot = arena.reserve((shape.numel(),), dtype)
 
-    def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
-        """The local rows of each tile, [rows of the tile, b, m]; valid until the next is taken.
+    def fill(self, tensor: Tensor) -> Copy:
+        """Start to copy all rows from the device; wait before changing ``tensor``."""
+        return self._slot.write(tensor.contiguous().view(-1))
 
-        Rows on the device are views. For rows on the host the next tile is in flight; the two tiles
-        of device memory are shared by all layers: only one iteration may be under way.
-        """
-        if self.host_slot is None:
-            return (self._source[tile.local] for tile in tiles)
-        largest = max(tile.local.stop - tile.local.start for tile in tiles)
-        numel = largest * self.shape[1:].numel()  # the last tile may be smaller
-        room = self._workspace.take(row_tiles(numel, self.dtype), self.device)
-        return prefetch(((self.host_slot, tile.local) for tile in tiles), room.view(2, numel))
+    @override
+    def as_tensor(self) -> Tensor:
+        return stand_in(self)
 
+    @override
+    def flat(self) -> Rows:
+        rows = shallow_copy(self)
+        rows.shape = torch.Size((self.shape[:-1].numel(), self.shape[-1]))
+        return rows
+
+    @override
+    def on_device(self) -> Tensor:
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self._slot.read(out.view(-1)).wait()
+        return out
+
+    @override
+    def tiles(self, tiles: Sequence[Tile], memory: str = "row_tiles") -> Iterator[Tensor]:
+        room = self._room(tiles, memory)
+        parts = prefetch(((self._slot, self._elements(tile)) for tile in tiles), room)
+        return map(self._tile_of, parts)
+
+    @override
+    def outputs(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
+        room = self._room(tiles, "row_tiles")
+        copies: list[Copy | None] = [None] * len(room)
+        for tile, turn in zip(tiles, itertools.cycle(range(len(room)))):
+            elements = self._elements(tile)
+            part = room[turn, : elements.stop - elements.start]
+            _wait(filter(None, [copies[turn]]))
+            yield self._tile_of(part)
+            copies[turn] = self._slot.write(part, elements)
+        _wait(filter(None, copies))
+
+    @override
+    def updates(
+        self, tiles: Sequence[Tile], into: Rows, memory: str = "row_tiles"
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        if not into.is_on_host:
+            yield from super().updates(tiles, into, memory)
+            return
+        # A tile leaves from the memory that it arrived in.
+        room, places = self._room(tiles, memory), list(map(self._elements, tiles))
+        writes: deque[Copy] = deque()
+
+        def fetch(i: int) -> tuple[Copy, Tensor]:
+            part = room[i % len(room), : places[i].stop - places[i].start]
+            # The tile before in this memory is left to the copy streams: compute does not wait.
+            return self._slot.read(part, places[i], leaving=writes[-1] if writes else None), part
+
+        ahead = fetch(0)
+        for i, place in enumerate(places):
+            arrival, part = ahead
+            if i + 1 < len(places):
+                ahead = fetch(i + 1)
+            arrival.wait()
+            if len(writes) > 1:  # done by now: this tile arrived behind it
+                writes.popleft().wait()
+            tile = self._tile_of(part)
+            yield tile, tile
+            writes.append(into._slot.write(part, place))
+        _wait(writes)
+
+    @override
     def release(self) -> None:
-        """Free host memory; call it after the last read. The device's goes with its last use."""
-        if self.host_slot is not None:
-            self.host_slot.release()
+        self._slot.release()
+
+    def _elements(self, tile: Tile) -> slice:
+        width = self.shape[1:].numel()
+        return slice(tile.local.start * width, tile.local.stop * width)
+
+    def _tile_of(self, part: Tensor) -> Tensor:
+        return part.view(-1, *self.shape[1:])
+
+    def _room(self, tiles: Sequence[Tile], memory: str) -> Tensor:
+        """Flat device memory for the largest tile, twice if there are more: [1 or 2, elements]."""
+        numel = max(tile.local.stop - tile.local.start for tile in tiles)
+        numel *= self.shape[1:].numel()
+        buffer = row_tiles(numel, len(tiles), self.dtype, memory)
+        return self._workspace.take(buffer, self.device).view(-1, numel)
 
 
 class HostHeadChunks(HeadChunks):
@@ -102,7 +180,7 @@ class HostHeadChunks(HeadChunks):
     def received(self, j: int) -> None:
         pairs = self._pairs(j, self._buffer(self.staging.recv, j), self.layout)
         self._copies_out[j % len(self._copies_out)] = [slot.write(part) for slot, part in pairs]
-        if self.staging.borrowed:  # the memory's owner writes to it next
+        if self.staging.shares_memory:  # the memory's owner writes to it next
             self._wait_copies_out()
 
     @override
@@ -157,7 +235,7 @@ class HostHeadChunks(HeadChunks):
         return list(zip(self._slots[j], views, strict=True))
 
 
-def _wait(copies: Sequence[Copy]) -> None:
+def _wait(copies: Iterable[Copy]) -> None:
     for copy in copies:
         copy.wait()
 
@@ -174,18 +252,17 @@ class HostKvSums(KvSums):
         heads: range,
         *,
         sizes: Sizes,
-        rows_at_a_time: int,
+        tile_tokens: int,
         device: torch.device,
         arena: HostArena,
         workspace: Workspace,
     ):
-        """``sizes`` of the attention call that adds."""
+        """``sizes`` of the attention call that adds; see :func:`sum_rows`."""
         super().__init__(heads, tensors=None)
         shape = sizes.kv_sum_shape(len(heads))  # [2, heads, s/r, b, d]
         self._slot, self._num_rows = arena.reserve(shape, sizes.sum_dtype), shape[2]
-        self._rows_at_a_time = min(rows_at_a_time, self._num_rows)
-        room = workspace.take(sum_rows(sizes, self._rows_at_a_time), device)
-        self._room = room.view(2, -1)
+        self._room = workspace.take(sum_rows(sizes, tile_tokens), device).view(2, -1)
+        self._rows_at_a_time = self._room.shape[1] // shape[3:].numel()
 
     @override
     def add(self, heads: range, parts: KvPair, rows: slice | None = None) -> None:
@@ -230,3 +307,57 @@ class HostKvSums(KvSums):
         for tile, (slot, place) in zip(tiles, reads, strict=True):
             shape = slot.shape_of(place)  # [rows of the tile, b, d]
             yield tile, self._room[0][: shape.numel()].view(shape)
+
+
+class HostKvHome(KvHome):
+    """dK and dV of this rank's own tokens on the host, as chunks brought them.
+
+    What ranks that share a head sent is added up when a tile is read.
+    """
+
+    def __init__(self, sizes: Sizes, tile_rows: int, arena: HostArena, workspace: Workspace):
+        """``tile_rows``: the most tokens that are read at once."""
+        super().__init__(sizes)
+        self._tile_rows, self._arena, self._workspace = tile_rows, arena, workspace
+        self._received: tuple[list[tuple[HostSlot, Sequence[range]]], ...] = ([], [])
+
+    @override
+    def add(self, index: int, received: Tensor, heads: Sequence[range]) -> None:
+        slot = self._arena.reserve((received.numel(),), received.dtype)
+        slot.write(received.view(-1)).wait()  # its memory receives dV next
+        self._received[index].append((slot, heads))
+        self._device = received.device
+
+    @override
+    def rows(self, index: int, rows: Sequence[slice]) -> Tensor:
+        sizes, device = self.sizes, self._device
+        counts = [run.stop - run.start for run in rows]
+        shape = sum(counts), sizes.b, sizes.schedule.num_kv_heads, sizes.d
+        out = torch.zeros(shape, dtype=sizes.home_dtype, device=device)
+        room = self._workspace.take(kv_tile(sizes, self._tile_rows), device)
+        for run, total in zip(rows, out.split(counts), strict=True):
+            copies, parts, used = [], [], 0
+            for slot, heads, start in self._blocks(index):
+                width = sizes.b * len(heads) * sizes.d
+                part = room[used : used + len(total) * width]
+                place = slice(start + run.start * width, start + run.stop * width)
+                copies.append(slot.read(part, place))
+                parts.append((heads, part.view(len(total), sizes.b, len(heads), sizes.d)))
+                used += part.numel()
+            _wait(copies)
+            for heads, part in parts:
+                total[:, :, heads.start : heads.stop] += part
+        return out
+
+    @override
+    def release(self) -> None:
+        for slot, _ in itertools.chain(*self._received):
+            slot.release()
+
+    def _blocks(self, index: int) -> Iterator[tuple[HostSlot, range, int]]:
+        """Each rank's heads in each slot, [n, b, heads, d] from that element on."""
+        for slot, of_ranks in self._received[index]:
+            start = 0
+            for heads in filter(None, of_ranks):
+                yield slot, heads, start
+                start += self.sizes.n * self.sizes.b * len(heads) * self.sizes.d

@@ -10,6 +10,9 @@ Backward, with the incoming gradient G overwritten in place:
    its slots, one for each chunk of heads;
 2. by chunks of heads: the backward of attention; dQ is received in the slot that dO was sent from;
 3. by tiles: the backward of the rotation, the QKV projection and the norm, added to G.
+
+With ``--park-during-attention`` residual and gradient are on the host, and layers pass stand-ins
+(:mod:`megatron_untied.residual`).
 """
 
 from dataclasses import dataclass
@@ -25,10 +28,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_untied.context_parallel.exchange import HeadChunks
+from megatron_untied.context_parallel.kv_gradients import KvHome
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import SavedAttention
 from megatron_untied.dtypes import accumulation_dtype
 from megatron_untied.phases import MemoryCategory, Phase, allocating
+from megatron_untied.residual import Rows
 from megatron_untied.rope import rotate_
 from megatron_untied.streaming.activation_store import (
     ActivationStore,
@@ -36,7 +41,6 @@ from megatron_untied.streaming.activation_store import (
     SavedLayer,
     StoredLse,
 )
-from megatron_untied.streaming.host_tensors import Rows
 from megatron_untied.streaming.projections import (
     StreamedProjections,
     after_attention,
@@ -67,6 +71,8 @@ class StreamingContext:
 
     tile_size: int
     store: ActivationStore
+    ends_on_host: bool = False
+    """Whether what follows the last layer takes a residual that is on the host."""
 
 
 class StreamedTransformerLayer(TransformerLayer):
@@ -74,6 +80,9 @@ class StreamedTransformerLayer(TransformerLayer):
 
     Built from the standard layer's submodules, with the same parameter names. The output of
     :meth:`forward` is in the memory of its input: nothing else may read the input afterwards.
+
+    If the policy parks, an input on the device is copied to the host, and stays as it is. From
+    there on to the last layer, and back, hooks see stand-ins.
     """
 
     def __init__(
@@ -124,12 +133,18 @@ class StreamedTransformerLayer(TransformerLayer):
                 "that became its input's; use register_full_backward_pre_hook, or a hook on the "
                 "output tensor."
             )
+        store, index = self.streaming.store, self.layer_number - 1
+        if store.policy.park and not Rows.of(hidden_states).is_on_host:
+            hidden_states = MoveResidual.apply(hidden_states, store, True)
         sequence, group = SequenceInfo.from_slot(packed_seq_params), None
         # Inside a Function's forward grad mode is off, so it is tested here: without a backward
         # nothing may be saved.
         if torch.is_grad_enabled():
-            group = self.streaming.store.begin(self, self.layer_number - 1, sequence)
+            group = store.begin(self, index, sequence)
         out = _StreamedLayer.apply(hidden_states, self, sequence, group, *self.parameters())
+        is_last = index + 1 == len(store.policy.layers)
+        if store.policy.park and is_last and not self.streaming.ends_on_host:
+            out = MoveResidual.apply(out, store, False)
         return out, None
 
     def tiles(self, num_local: int) -> list[Tile]:
@@ -137,6 +152,21 @@ class StreamedTransformerLayer(TransformerLayer):
         # With sequence parallelism a tile is gathered over the tensor-parallel ranks.
         gathered = self.tp_group.size() if self.config.sequence_parallel else 1
         return tiles_of(num_local, self.streaming.tile_size, gathered)
+
+
+class MoveResidual(torch.autograd.Function):
+    """A residual to the host, and in backward its gradient back; or the other way round."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, store: ActivationStore, to_host: bool) -> Tensor:
+        """[n, b, m] -> the same; on the host it is a stand-in."""
+        ctx.store, ctx.to_host = store, to_host
+        return store.move(x, to_host=to_host)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        """The gradient, where ``x`` was."""
+        return ctx.store.move(gradient, to_host=not ctx.to_host), None, None
 
 
 class _StreamedLayer(torch.autograd.Function):
@@ -157,38 +187,47 @@ class _StreamedLayer(torch.autograd.Function):
             # A bf16 leaf takes the fp32 sums as they are; autograd would round them first.
             parameter.grad_dtype = accumulation_dtype(parameter.dtype)
         saved = group and group.members[-1]
-        copy, saves_attention = None, saved is not None and store.policy.selective
-        if saved is not None and store.policy.layers[saved.index].saves_input:
-            copy = store.save_input(saved, x)  # overlaps with attention, which only reads x
-        with store.offload_during_attention(x, copy=saved and saved.x) as rows:
-            with layer.progress.phase(Phase.ATTENTION_FORWARD):
-                out, lse = attention_forward(layer, rows, sequence, is_saved=saves_attention)
-        if copy is not None:
-            copy.wait()
+        saves_attention = saved is not None and store.policy.selective
         # Not mark_dirty(x): FSDP2 passes x as a view made by a custom Function, which autograd
         # refuses to modify. An alias shares the version counter, so autograd still raises for an
         # operation that saved x for its own backward.
-        result = x.detach()
+        residual = result = Rows.of(x.detach())
+        copy = None
+        if saved is not None and store.policy.layers[saved.index].saves_input:
+            # A copy overlaps with attention, which only reads.
+            result, copy = store.save_input(saved, residual)
+        with layer.progress.phase(Phase.ATTENTION_FORWARD):
+            out, lse = attention_forward(layer, residual, sequence, is_saved=saves_attention)
+        if copy is not None:
+            copy.wait()
         with layer.progress.phase(Phase.MLP_FORWARD):
-            mlp_forward(layer, Rows(x, store.workspace, x.device), out, result)
+            mlp_forward(layer, residual, out, result)
         if saves_attention:
             saved.out, saved.lse = out, lse
         else:
             out.release()
-        return result
+        return result.as_tensor()
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        layer, group = ctx.layer, ctx.group
-        if not is_ours(gradient):
-            gradient = gradient.clone(memory_format=torch.contiguous_format)  # costs 1 H
+        layer, group, store = ctx.layer, ctx.group, ctx.layer.streaming.store
+        rows = Rows.of(gradient)
+        if store.policy.park:
+            if not rows.is_on_host:
+                raise RuntimeError(
+                    "the gradient between two layers is on the host, and this one is a tensor that "
+                    "a hook or a second use of a layer's output has computed; leave that out, or "
+                    "--park-during-attention"
+                )
+        elif not is_ours(gradient):
+            rows = Rows(gradient.clone(memory_format=torch.contiguous_format))  # costs 1 H
         # In a group the first call recomputes all layers, the others find theirs complete.
-        saved = recompute(group, layer.streaming.store)
-        y = SavedAttention(saved.out, saved.lse.on_device())
-        sums = layer_backward(layer, gradient, saved.x, y, group.sequence)
+        saved = recompute(group, store)
+        y = SavedAttention(saved.out, saved.lse)
+        sums = layer_backward(layer, rows, saved.x, y, group.sequence)
         saved.x.release()  # host memory is free for the next layer, whatever still references it
         saved.out.release()
-        return gradient, None, None, None, *sums.in_order()
+        return rows.as_tensor(), None, None, None, *sums.in_order()
 
 
 def attention_forward(
@@ -208,14 +247,14 @@ def attention_forward(
     return out, StoredLse(lse, store.arena if on_host else None)
 
 
-def mlp_forward(layer: StreamedTransformerLayer, x: Rows, out: HeadChunks, result: Tensor) -> None:
+def mlp_forward(layer: StreamedTransformerLayer, x: Rows, out: HeadChunks, result: Rows) -> None:
     """Output projection, residual, MLP: x [n, b, m], O [n, b, h, d] -> ``result`` [n, b, m].
 
-    ``result`` may be the memory of ``x``: a tile is written after it was read.
+    ``result`` may be ``x`` itself: a tile is written after it was read.
     """
-    tiles = layer.tiles(len(result))
-    for tile, x_tile in zip(tiles, x.tiles(tiles), strict=True):
-        result[tile.local] = after_attention(layer, x_tile, out.rows(tile.seen))  # [t, b, m]
+    tiles = layer.tiles(x.shape[0])
+    for tile, (x_tile, y) in zip(tiles, x.updates(tiles, result), strict=True):
+        y.copy_(after_attention(layer, x_tile, out.rows(tile.seen)))  # [t, b, m]
 
 
 def recompute(group: CheckpointGroup, store: ActivationStore) -> SavedLayer:
@@ -241,14 +280,12 @@ def recompute(group: CheckpointGroup, store: ActivationStore) -> SavedLayer:
                     layer, saved.x, group.sequence, is_saved=is_saved
                 )
         if successor is not None:
-            with allocating(MemoryCategory.RESIDUAL):
-                x = torch.empty(saved.x.shape, dtype=saved.x.dtype, device=saved.x.device)
+            on_host = store.policy.layers[successor.index].input_on_host
+            with allocating(MemoryCategory.KEPT):
+                x = store.rows(saved.x, on_host=on_host)
             with layer.progress.phase(Phase.RECOMPUTE_MLP):
                 mlp_forward(layer, saved.x, saved.out, x)
-            copy = store.save_input(successor, x)
-            if copy is not None:
-                copy.wait()
-            del x, copy  # 1 H, which would stay until the next layer's is allocated beside it
+            successor.x = x
         if needs_gather and successor is not members[-1]:
             layer.reshard()
     return members.pop()
@@ -259,7 +296,7 @@ def recompute(group: CheckpointGroup, store: ActivationStore) -> SavedLayer:
 
 def layer_backward(
     layer: StreamedTransformerLayer,
-    gradient: Tensor,
+    gradient: Rows,
     x: Rows,
     y: SavedAttention,
     sequence: SequenceInfo,
@@ -269,68 +306,86 @@ def layer_backward(
     attention = layer.self_attention.attention_over(sequence)
     projections = StreamedProjections(layer, x, layer.tiles(x.shape[0]), sequence)
     sizes, device = ulysses.sizes(projections, attention), projections.device
-    sums = GradientSums(layer)
-    d_out = store.d_out(sizes, projections.tile_rows, device)
+    sums, tile_rows = GradientSums(layer), projections.tile_rows
+    d_out = store.d_out(sizes, tile_rows, device)
     with layer.progress.phase(Phase.MLP_BACKWARD):
         _mlp_backward(layer, gradient, x, y.out, d_out, sums)
-    with store.offload_during_attention(gradient):
-        # The sum of one head may take as much room as a tile of all heads.
-        rows = layer.streaming.tile_size * ulysses.schedule.num_heads
-        make_sums = store.make_sums(sizes, rows, device)
-        with layer.progress.phase(Phase.ATTENTION_BACKWARD):
-            dk, dv = ulysses.backward(projections, y, d_out, attention, make_sums)
-        # The rest reads none of the chunk loop's buffers, and the residual needs their memory.
-        store.workspace.release()
-    dq = d_out  # received slot by slot over dO
+    if store.policy.park:
+        store.workspace.release()  # of the tiles
+        free_reduced_gradients(layer)
+    make_sums, home = store.kv_gradients(sizes, layer.streaming.tile_size, tile_rows, device)
+    with layer.progress.phase(Phase.ATTENTION_BACKWARD):
+        dkv = ulysses.backward(projections, y, d_out, attention, make_sums, home)
+    # The rest reads none of the chunk loop's buffers, and tiles need their memory.
+    store.workspace.release()
     with layer.progress.phase(Phase.QKV_BACKWARD):
-        _qkv_backward(layer, gradient, projections, (dq, dk, dv), sums)
-    dq.release()
+        _qkv_backward(layer, gradient, projections, d_out, dkv, sums)  # dQ was received over dO
+    store.workspace.release()
+    d_out.release()
+    dkv.release()
     return sums
 
 
 def _mlp_backward(
     layer: StreamedTransformerLayer,
-    gradient: Tensor,
+    gradient: Rows,
     x: Rows,
     out: HeadChunks,
     d_out: HeadChunks,
     sums: GradientSums,
 ) -> None:
     """Turn ``gradient`` [n, b, m] into that of the residual; write ``d_out`` [n, b, h, d]."""
-    names, tiles = sums.names(AFTER_ATTENTION), layer.tiles(len(gradient))
-    for tile, x_tile in zip(tiles, x.tiles(tiles), strict=True):
-        g = gradient[tile.local]
+    names, tiles = sums.names(AFTER_ATTENTION), layer.tiles(x.shape[0])
+    gradients = gradient.updates(tiles, gradient, "gradient_tiles")
+    for tile, x_tile, (g, left) in zip(tiles, x.tiles(tiles), gradients, strict=True):
         inputs = x_tile, out.rows(tile.seen)  # [t, b, m], [t, b, h, d]
         dx, do = tile_backward(after_attention, layer, inputs, [g], sums, names)
-        g.copy_(dx)  # of the residual; what comes through q, k, v is added in phase 3
+        left.copy_(dx)  # of the residual; what comes through q, k, v is added in phase 3
         for rows, part in split_rows(do, tile.seen):
             d_out.write(rows, part)  # [t, b, h, d] -> slots of chunks
 
 
 def _qkv_backward(
     layer: StreamedTransformerLayer,
-    gradient: Tensor,
+    gradient: Rows,
     projections: StreamedProjections,
-    d_qkv: tuple[HeadChunks, Tensor, Tensor],
+    dq: HeadChunks,
+    dkv: KvHome,
     sums: GradientSums,
 ) -> None:
     """Add the gradient that comes through q, k, v to ``gradient`` [n, b, m].
 
-    ``d_qkv``: of the rotated queries [n, b, h, d] and keys, and of the values, [n, b, g, d].
+    ``dq`` [n, b, h, d] and dK are those of the rotated queries and keys; dK and dV [n, b, g, d].
     """
-    (dq, dk, dv), names = d_qkv, sums.names(BEFORE_ATTENTION)
+    names, dtype = sums.names(BEFORE_ATTENTION), gradient.dtype
     (cos, sin), tiles = projections.rotary, projections.tiles
-    for tile, x_tile in zip(tiles, projections.x.tiles(tiles), strict=True):
-        seen, dtype = tile.seen, gradient.dtype
+    updates = gradient.updates(tiles, gradient, "gradient_tiles")
+    for tile, x_tile, (g, left) in zip(tiles, projections.x.tiles(tiles), updates, strict=True):
+        seen = tile.seen
         rotary = rows_of(cos, seen), rows_of(sin, seen)
         gradients = [  # [t, b, h, d] and twice [t, b, g, d]
             rotate_(dq.rows(seen), *rotary, adjoint=True),
             # fp32 if several ranks' parts of a key-value head met here: rounded after the rotation.
-            rotate_(rows_of(dk, seen), *rotary, adjoint=True).to(dtype),
-            rows_of(dv, seen).to(dtype),
+            rotate_(dkv.rows(0, seen), *rotary, adjoint=True).to(dtype),
+            dkv.rows(1, seen).to(dtype),
         ]
         (dx,) = tile_backward(queries_keys_values, layer, [x_tile], gradients, sums, names)
-        gradient[tile.local] += dx  # to that of the residual, left by phase 1
+        torch.add(g, dx, out=left)  # to that of the residual, left by phase 1
+
+
+def free_reduced_gradients(layer: StreamedTransformerLayer) -> None:
+    """Free the buffer that the gradients of the unit before were reduced from: up to 2 GiB.
+
+    FSDP2 itself holds it until the gradients of ``layer`` are reduced, past attention's peak. The
+    reduction runs beside the tiles before, so compute waits for little. Private, torch 2.13.
+    """
+    if not isinstance(layer, FSDPModule):
+        return
+    state = layer._get_fsdp_state()
+    for reduced in state._comm_ctx.reduce_scatter_states:
+        if reduced.event is not None:
+            state._device_handle.current_stream().wait_event(reduced.event)
+    state._comm_ctx.reduce_scatter_states.clear()
 
 
 def is_ours(gradient: Tensor) -> bool:

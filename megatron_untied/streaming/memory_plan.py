@@ -4,6 +4,7 @@ Integers only. The run takes the same buffers, from the same plans. Here they ar
 of a step, so that live buffers can be listed, printed and added up without running it.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from megatron_untied.context_parallel.buffer_plan import (
     Staging,
     buffers_of,
     head_chunks_buffer,
+    kv_tile,
     ring_buffers,
     row_tiles,
     sum_rows,
@@ -41,6 +43,20 @@ class LayerSizes:
     tile_size: int
     tile_rows: int
     """The most rows of the residual in one tile on this rank."""
+    loss_tokens: int
+    """The most tokens of the residual in one chunk of the loss on this rank."""
+
+    def row_tiles(self, memory: str = "row_tiles") -> Buffer:
+        """What a residual on the host passes through."""
+        rows, *rest = self.residual
+        numel, num_tiles = self.tile_rows * math.prod(rest), -(-rows // self.tile_rows)
+        return row_tiles(numel, num_tiles, self.attention.dtype, memory)
+
+    def loss_tiles(self) -> Buffer:
+        """The same in the loss."""
+        num_chunks = -(-self.residual[:-1].numel() // self.loss_tokens)
+        numel = self.loss_tokens * self.residual[-1]
+        return row_tiles(numel, num_chunks, self.attention.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +64,8 @@ class _LayerPhase:
     """All that the buffers of a layer depend on in one phase."""
 
     phase: Phase
-    reads_input_from_host: bool
+    passes_rows: bool
+    """Whether the layer's input is read from the host, or its output written there."""
     output_on_host: bool
     saves_output: bool
     park: bool
@@ -64,21 +81,21 @@ class MemoryPlan:
         default_factory=dict, repr=False, compare=False
     )
 
-    def workspace(self, *, first_step: bool = False) -> Iterator[tuple[Phase, int, Held]]:
+    def workspace(self) -> Iterator[tuple[Phase, int, Held]]:
         """Each phase with its layer: what the workspace holds when the phase ends.
 
-        It frees its memory before the loss, and in backward after the attention of every layer.
-        What the backward of the first layer takes after that is still held in the forward of the
-        next step.
+        It frees its memory before the loss, and in backward after the attention of every layer and
+        at its end; if the policy parks, also before attention.
         """
         policy, layers = self.policy, range(len(self.policy.layers))
         held: Held = {}
-        if not first_step:
-            self._take(Phase.QKV_BACKWARD, 0, held)
         for layer in layers:
             for phase in (Phase.ATTENTION_FORWARD, Phase.MLP_FORWARD):
                 yield phase, layer, self._take(phase, layer, held)
         held.clear()  # before the loss
+        if policy.park:
+            loss_tiles = self.sizes.loss_tiles()
+            held[loss_tiles.memory] = loss_tiles
         for layer in reversed(layers):
             group = policy.layers[layer].group
             for member in group if layer == group[-1] else ():
@@ -88,24 +105,28 @@ class MemoryPlan:
                 if member < layer:
                     phase = Phase.RECOMPUTE_MLP
                     yield phase, member, self._take(phase, member, held)
-            for phase in (Phase.MLP_BACKWARD, Phase.ATTENTION_BACKWARD):
-                yield phase, layer, self._take(phase, layer, held)
+            yield Phase.MLP_BACKWARD, layer, self._take(Phase.MLP_BACKWARD, layer, held)
+            if policy.park:
+                held.clear()
+            phase = Phase.ATTENTION_BACKWARD
+            yield phase, layer, self._take(phase, layer, held)
             # The workspace drops O and dO here, but the layer still references their slots.
             names = [head_chunks_buffer(x, self.sizes.attention).memory for x in ("out", "d_out")]
             slots = {name: held[name] for name in names if name in held}
             held.clear()
             yield Phase.QKV_BACKWARD, layer, self._take(Phase.QKV_BACKWARD, layer, held) | slots
-            yield Phase.BACKWARD, layer, dict(held)
+            held.clear()
 
     def taken(self, phase: Phase, layer: int) -> tuple[Buffer, ...]:
         """The buffers that ``layer`` takes in ``phase``."""
         policy, parks = self.policy.layers[layer], self.policy.park
         is_forward = phase in (Phase.ATTENTION_FORWARD, Phase.MLP_FORWARD)
-        # In forward the input is on the device, except while it is parked.
-        is_parked = phase == Phase.ATTENTION_FORWARD and parks
+        passes_rows = parks if is_forward else policy.input_on_host
+        if phase is Phase.RECOMPUTE_MLP:  # it makes the next layer's input
+            passes_rows = passes_rows or self.policy.layers[layer + 1].input_on_host
         kind = _LayerPhase(
             phase,
-            is_parked if is_forward else policy.input_on_host,
+            passes_rows,
             policy.output_on_host,
             self.policy.selective if is_forward else policy.saves_output,
             parks,
@@ -135,8 +156,10 @@ class MemoryPlan:
 def _taken(sizes: LayerSizes, kind: _LayerPhase) -> tuple[Buffer, ...]:
     attention, rows = sizes.attention, sizes.tile_rows
     taken: list[Buffer] = []
-    if kind.reads_input_from_host:
-        taken.append(row_tiles(rows * sizes.residual[1:].numel(), attention.dtype))
+    if kind.passes_rows:
+        taken.append(sizes.row_tiles())
+    if kind.park and kind.phase in (Phase.MLP_BACKWARD, Phase.QKV_BACKWARD):
+        taken.append(sizes.row_tiles("gradient_tiles"))
     out, d_out = (Staging.plan(name, attention, rows) for name in ("out", "d_out"))
     match kind.phase:
         case Phase.ATTENTION_FORWARD | Phase.RECOMPUTE_ATTENTION:
@@ -156,12 +179,9 @@ def _taken(sizes: LayerSizes, kind: _LayerPhase) -> tuple[Buffer, ...]:
             taken += out.send if kind.output_on_host else ()  # O is sent once more
             if kind.park:
                 taken += [*d_out.send, *d_out.recv]  # dO is sent, dQ received
-                if attention.sums_kv:
-                    taken.append(
-                        sum_rows(attention, sizes.tile_size * attention.schedule.num_heads)
-                    )
+                taken += [sum_rows(attention, sizes.tile_size)] if attention.sums_kv else []
         case Phase.QKV_BACKWARD:
-            taken += [d_out.tile] if kind.park else []
+            taken += [d_out.tile, kv_tile(attention, rows)] if kind.park else []
     return tuple(taken)
 
 
@@ -176,17 +196,19 @@ class _HostReplay:
         self.residual = sizes.residual, sizes.attention.dtype
         self.inputs: dict[int, HostSlot] = {}
         self.outputs: dict[int, list[HostSlot]] = {}
-        self.lse: dict[int, list[HostSlot]] = {}
+        self.lse: dict[int, list[list[HostSlot]]] = {}  # by chunk
+        # Between layers, then its gradient.
+        self.current = self.arena.reserve(*self.residual) if policy.park else None
 
     def forward(self, layer: int) -> None:
         policy = self.policy.layers[layer]
         if policy.saves_input and policy.input_on_host:
-            self.inputs[layer] = self.arena.reserve(*self.residual)
-        # A residual that was saved on the host is not parked a second time.
-        parks = self.policy.park and layer not in self.inputs
-        parked = [self.arena.reserve(*self.residual)] if parks else []
+            free = self.arena.reserve(*self.residual)
+            # A residual that is on the host is saved as it is, and the output goes elsewhere.
+            if self.current is not None:
+                free, self.current = self.current, free
+            self.inputs[layer] = free
         output = self._attend(layer, is_saved=self.policy.selective)
-        _release(parked)
         if self.policy.selective:
             self.outputs[layer] = output
         else:
@@ -199,19 +221,22 @@ class _HostReplay:
                 self.outputs[member] = self._attend(member, is_saved=member < layer)
             if member < layer and self.policy.layers[member + 1].input_on_host:
                 self.inputs[member + 1] = self.arena.reserve(*self.residual)
-        _release(self.lse.pop(layer, []))
-        attention = self.sizes.attention
+        lse, attention = self.lse.pop(layer, []), self.sizes.attention
         if self.policy.park:
-            d_output, gradient = self._head_chunks(), self.arena.reserve(*self.residual)
+            d_output, home = self._head_chunks(), []
             sums: dict[range, HostSlot] = {}  # of dK and dV, by the heads that arrived together
-            for assignment in attention.mine if attention.sums_kv else ():
-                if heads := assignment.kv_to_load:
+            for chunk, mine in zip(attention.schedule.chunks, attention.mine, strict=True):
+                _release(lse.pop(0) if lse else [])
+                if attention.sums_kv and (heads := mine.kv_to_load):
                     shape = attention.kv_sum_shape(len(heads))
                     sums[heads] = self.arena.reserve(shape, attention.sum_dtype)
-                for heads in [heads for heads in sums if heads[-1] in assignment.kv_finished]:
+                if finished := sum(len(each.kv_finished) for each in chunk):
+                    shape = attention.n, attention.b, finished, attention.d
+                    home += [self.arena.reserve(shape, attention.dtype) for _ in ("dk", "dv")]
+                for heads in [heads for heads in sums if heads[-1] in mine.kv_finished]:
                     sums.pop(heads).release()
-            gradient.release()
-            _release(d_output)
+            _release(d_output + home)
+        _release([slot for chunk in lse for slot in chunk])
         if layer in self.inputs:
             self.inputs.pop(layer).release()
         _release(self.outputs.pop(layer))
@@ -222,12 +247,14 @@ class _HostReplay:
         output = self._head_chunks() if policy.output_on_host else []
         if is_saved and policy.input_on_host:
             self.lse[layer] = [
-                self.arena.reserve(
-                    (attention.b, columns.stop - columns.start, attention.tokens),
-                    accumulation_dtype(attention.dtype),
-                )
+                [
+                    self.arena.reserve(
+                        (attention.b, columns.stop - columns.start, attention.tokens),
+                        accumulation_dtype(attention.dtype),
+                    )
+                    for columns in (call.query_columns for call in assignment.kernel_calls)
+                ]
                 for assignment in attention.mine
-                for columns in (call.query_columns for call in assignment.kernel_calls)
             ]
         return output
 

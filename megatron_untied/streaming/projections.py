@@ -13,8 +13,8 @@ from typing_extensions import override
 from megatron_untied.context_parallel.exchange import HeadBlocks
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import Projections
+from megatron_untied.residual import Rows
 from megatron_untied.rope import rotate_
-from megatron_untied.streaming.host_tensors import Rows
 from megatron_untied.tiling import Tile, split_rows
 
 

@@ -1,7 +1,7 @@
 """Counts the bytes of tensors alive, over real and fake tensors alike.
 
 A storage counts from the operation that made it until its last reference is gone, at its current
-size: where ``resize_`` of a storage frees memory (FSDP2, parking), the count follows. Not counted
+size: where ``resize_`` of a storage frees memory (FSDP2), the count follows. Not counted
 are what a kernel allocates for itself and what an allocator adds to a request.
 
 Under any dispatch mode autograd sums gradients that meet out of place, where otherwise it may add
@@ -12,7 +12,7 @@ import contextlib
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -84,16 +84,25 @@ class LiveBytes(AllocationObserver):
     def move_to_host(self, tensor: Tensor) -> None:
         """Count a tensor's memory as the host's from now on."""
         storage = tensor.untyped_storage()
-        alive = self._alive.get(storage._cdata) or self._track(storage)
-        self.host_bytes += alive.num_bytes
+        alive = self._alive.get(storage._cdata) or self._track(storage, is_on_host=True)
+        self.host_bytes += storage.nbytes()
         self._change(alive, 0)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing that is allocated inside."""
+        outer, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = outer
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing here is compiled, and the guard would cost as much as an operation
 
     def __enter__(self) -> "LiveBytes":
-        # FSDP2 and parking free memory by resizing storages, which bypasses the dispatcher.
+        # FSDP2 frees memory by resizing storages, which bypasses the dispatcher.
         original_resize = torch.UntypedStorage.resize_
         # DTensor computes shapes with fake tensors of its own, which stand for no memory.
         shapes_of = "_propagate_tensor_meta_non_cached"
@@ -108,11 +117,8 @@ class LiveBytes(AllocationObserver):
 
         @functools.wraps(original_shapes)
         def uncounted_shapes(*args: Any) -> Any:
-            outer, self._is_paused = self._is_paused, True
-            try:
+            with self.paused():
                 return original_shapes(*args)
-            finally:
-                self._is_paused = outer
 
         patches = (
             (torch.UntypedStorage, "resize_", counted_resize),
@@ -149,14 +155,15 @@ class LiveBytes(AllocationObserver):
                 self._change(alive, storage.nbytes())
         return result
 
-    def _track(self, storage: torch.UntypedStorage) -> _Alive:
+    def _track(self, storage: torch.UntypedStorage, *, is_on_host: bool = False) -> _Alive:
         """Count ``storage`` until its last reference is gone."""
         key, category = storage._cdata, self.category
         category = category or f"other, made in {self._progress.current_phase}"
         # The callback runs in whatever thread drops the last reference.
         reference = weakref.ref(storage, lambda _: self._change(self._alive.pop(key), 0))
         self._alive[key] = alive = _Alive(reference, 0, category)
-        self._change(alive, storage.nbytes())
+        if not is_on_host:
+            self._change(alive, storage.nbytes())
         return alive
 
     def _change(self, alive: _Alive, num_bytes: int) -> None:

@@ -89,13 +89,16 @@ class StepTracer:
     def run(self, groups: ProcessGroupCollection) -> StepTrace:
         """Build the train state and do one step."""
         with self.mode, self.live, fsdp_categories():
-            with allocating(MemoryCategory.STATES):
+            offload = self.config.optimization.optimizer_cpu_offload
+            # All that is made here is then the host's: in a trace both are the CPU.
+            uncounted = self.live.paused() if offload else contextlib.nullcontext()
+            with allocating(MemoryCategory.STATES), uncounted:
                 train_state = build_train_state(
                     self._build_model, self.config, groups, self.progress
                 )
                 # Of a step that is not the first: megatron-core makes moments at the end of that.
                 shards = list(train_state.checkpoint_state.shards.shards(with_moments=True))
-            if self.config.optimization.optimizer_cpu_offload:
+            if offload:
                 self._keep_on_host(train_state, shards)
             del shards  # they hold views, which would keep memory alive
             model_state_bytes = self.live.num_bytes
@@ -130,7 +133,7 @@ class StepTracer:
         )
 
     def _keep_on_host(self, train_state: TrainState, shards: list[Shard]) -> None:
-        """Count weights' rows, moments and gradients as the host's: in a trace both are the CPU."""
+        """Count weights' rows, moments and gradients as the host's."""
         for shard in shards:
             for tensor in (shard.value, *shard.moments.values()):
                 self.live.move_to_host(tensor)

@@ -105,7 +105,8 @@ def pretrain(
             progress = Progress(iteration=iteration, consumed_samples=consumed_samples)
             if iteration <= first + 1:  # the first step makes Adam's moments, the second has them
                 compare_memory(run, iteration)
-            report.step(result, progress, seconds=seconds)  # resets the peak
+            report.step(result, progress, seconds=seconds)
+            device.reset_peak_device_bytes()  # the next step's peak, with an evaluation before it
             saver.poll()
             if config.evaluates_after(iteration):
                 evaluate_after(iteration)
@@ -144,9 +145,9 @@ def load_and_describe(run: Run) -> Progress:
 
 
 def compare_memory(run: Run, iteration: int) -> None:
-    """Report the device memory of the steps so far beside the plan's; collective over all ranks."""
+    """Report the device memory of the last step beside the plan's; collective over all ranks."""
     measured = device.device_memory()
-    # On every rank: there are no GPUs, or attention is by matrix products, which no plan counts.
+    # The same on every rank: no GPU, or a kernel that the planner does not model.
     if measured is None or not is_planned(run.kernel):
         return
     plan = run.plan or Plan(run.config, this_machine(run.groups))

@@ -212,7 +212,6 @@ class Reporter:
             tflops_per_gpu=self._flops / 1e12 / seconds / self._world_size,
             peak_device_bytes=device.peak_device_bytes(),
         )
-        device.reset_peak_device_bytes()  # so each line has the peak since the line before
         for sink in self._sinks:
             sink.write(metrics)
         self._since_line.append(metrics)

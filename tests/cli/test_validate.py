@@ -39,7 +39,7 @@ from tests.support.command_line import tiny_config
          "--seq-length 68 is not divisible over 4 context-parallel ranks with two blocks each; "
          "use 64"),
         (4, {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p"},
-         "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A P, a ring of P "
+         "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A R, a ring of R "
          "groups of A ranks, such as 2 2"),
         (4, {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p",
              "hierarchical_context_parallel_sizes": "2 3"},

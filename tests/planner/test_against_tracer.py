@@ -155,10 +155,9 @@ def check(flags: str, traced: Counted) -> Plan:
 def check_workspace(plan: MemoryPlan, traced: Counted) -> None:
     """Every phase's buffers are those of some layer, to the byte."""
     planned: dict[str, list[dict[str, int]]] = {}
-    for phase, _, held in plan.workspace(first_step=True):
+    for phase, _, held in plan.workspace():
         sizes = {name: buffer.num_bytes for name, buffer in held.items() if buffer.num_bytes}
         planned.setdefault(phase, []).append(sizes)
-    del planned[Phase.BACKWARD]  # its highest moment may be before the first layer
     for phase, layers in planned.items():
         assert traced.workspace[phase] in layers, phase
 

@@ -15,7 +15,7 @@ from megatron_untied.context_parallel.kernels.flash_attention import (
 )
 from megatron_untied.context_parallel.kernels.split_calls import Shape, split_calls
 from megatron_untied.planner.plan import Plan
-from megatron_untied.planner.search import candidates, choose, describe, is_automatic
+from megatron_untied.planner.search import candidates, choose, describe, is_automatic, nearest
 from tests.support.planning import machine, run_config
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_run import train
@@ -58,8 +58,23 @@ def test_short_sequences_need_no_recomputation():
 
 def test_rejects_what_cannot_fit():
     config = run_config(LONG + " --seq-length 8388608")
-    with pytest.raises(ValueError, match=r"no automatic setting fits: the smallest takes .* of 36"):
+    with pytest.raises(ValueError, match=r"no automatic setting fits: the nearest takes .* of 36"):
         choose(config, machine(gpu_memory_gib=40))
+
+
+def test_the_nearest_lacks_least_of_gpu_and_host_together():
+    """Less of the GPU does not count if the host then lacks far more."""
+    little = machine(gpu_memory_gib=30, host_memory_gib=256)
+    config = run_config(LONG + " --seq-length 2097152 --cpu-offloading-num-layers 32")
+    plans = [Plan(each, little) for each in candidates(config, little)]
+    found = nearest(plans)
+    assert found.config.memory.recompute_granularity == "full"
+
+    def lacking(plan: Plan) -> int:
+        beyond = plan.peak.num_bytes - little.device_bytes, plan.host.total() - little.host_bytes
+        return sum(max(0, num_bytes) for num_bytes in beyond)
+
+    assert lacking(found) == min(map(lacking, plans)) > 0
 
 
 def test_says_what_it_chose_in_one_line():

@@ -67,7 +67,7 @@ def test_a_log_keeps_a_line_whole(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     lines = printed(80).splitlines()
     (verdict,) = [line for line in lines if "fits: GPU" in line or "does not fit: GPU" in line]
-    assert verdict.endswith("GiB per node")
+    assert verdict.endswith("GiB reserve")
 
 
 def test_long_labels_are_folded_and_long_numbers_are_not():

@@ -5,14 +5,25 @@ import itertools
 import pytest
 import torch
 
-from megatron_untied.config import MemoryConfig
+from megatron_untied.api import streamed_layers as streamed_layers_of_api
+from megatron_untied.config import MemoryConfig, ParallelConfig, Precision
+from megatron_untied.model import transformer_config
+from megatron_untied.residual import Rows
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny_model import batch, make_model, tiny
+from tests.support.tiny_model import batch, make_model, parallel_groups, tiny
 
 SELECTIVE = MemoryConfig(recompute_granularity="selective", sequence_tile_size=5)
 GROUPS = MemoryConfig(
     recompute_granularity="full", recompute_num_layers=2, cpu_offloading_num_layers=2
 )
+PARKED = MemoryConfig(
+    recompute_granularity="selective",
+    recompute_num_layers=2,
+    sequence_tile_size=5,
+    cpu_offloading_num_layers=2,
+    park_during_attention=True,
+)
+NAMES = ["selective", "groups of full", "parked"]
 
 
 def streamed_layers(memory=SELECTIVE, num_layers=1):
@@ -66,8 +77,16 @@ def test_hooks_on_the_output_see_its_gradient_or_are_refused():
     run_on_ranks(check_hooks, 1)
 
 
-def check_no_grad(group):
-    model, layers = streamed_layers(GROUPS, num_layers=2)
+def api_layers(memory, num_layers):
+    """As a caller's own loop has them: tensors on the device go in and come out."""
+    parallel_groups(ParallelConfig())
+    config = transformer_config(tiny(num_layers=num_layers), ParallelConfig(), Precision())
+    config.init_method = config.output_layer_init_method = torch.nn.init.xavier_normal_
+    return streamed_layers_of_api(config, memory=memory)
+
+
+def check_no_grad(group, memory):
+    layers = api_layers(memory, num_layers=2)
     store = layers[0].streaming.store
     expected = run(layers, some_input()).detach().clone()
     assert store.arena.used_bytes == 0  # the graph is gone, and what it held with it
@@ -80,16 +99,58 @@ def check_no_grad(group):
     assert store.arena.reserved_bytes >= reserved
 
 
-def test_a_forward_without_grad_keeps_nothing():
-    run_on_ranks(check_no_grad, 1)
+@pytest.mark.parametrize("memory", [GROUPS, PARKED], ids=["groups of full", "parked"])
+def test_a_forward_without_grad_keeps_nothing(memory):
+    run_on_ranks(check_no_grad, 1, memory)
+
+
+def logits_and_gradient(model, tokens):
+    logits = model(tokens)
+    logits.square().mean().backward()
+    return logits.detach(), model.embedding.word_embeddings.weight.grad
+
+
+def check_logits(group):
+    data = batch(tiny(), 24, 1)
+    (expected, gradient), (found, parked_gradient) = (
+        logits_and_gradient(make_model(memory=memory), data["tokens"]) for memory in (None, PARKED)
+    )
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(parked_gradient, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_of_a_residual_on_the_host():
+    run_on_ranks(check_logits, 1)
+
+
+def check_stand_ins(group):
+    layers, x = api_layers(PARKED, num_layers=2), some_input().requires_grad_()
+    before, seen = x.detach().clone(), []
+    hidden, _ = layers[0](x)
+    hidden.register_hook(lambda gradient: seen.append(Rows.of(gradient).is_on_host))
+    out, _ = layers[1](hidden)
+    assert hidden.untyped_storage().nbytes() == out.element_size()
+    out.sum().backward()
+    assert seen == [True]
+    assert x.grad.isfinite().all()
+    assert torch.equal(x, before)  # copied to the host, not overwritten
+
+    hidden, _ = layers[0](some_input().requires_grad_())
+    hidden.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(RuntimeError, match="between two layers is on the host"):
+        run(layers[1:], hidden).sum().backward()
+
+
+def test_what_computes_with_a_stand_in_is_an_error():
+    run_on_ranks(check_stand_ins, 1)
 
 
 def check_two_forwards(group, memory):
-    model, layers = streamed_layers(memory, num_layers=4)
+    layers = api_layers(memory, num_layers=4)
     inputs = [some_input(), some_input().flip(0) * 2]
 
     def gradients(order, interleaved):
-        model.zero_grad()
+        layers.zero_grad()
         leaves = [x.clone().requires_grad_() for x in inputs]
         if interleaved:
             losses = [run(layers, leaf * 1).square().sum() for leaf in leaves]
@@ -106,7 +167,7 @@ def check_two_forwards(group, memory):
             assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("memory", [SELECTIVE, GROUPS], ids=["selective", "groups of full"])
+@pytest.mark.parametrize("memory", [SELECTIVE, GROUPS, PARKED], ids=NAMES)
 def test_two_forwards_before_a_backward(memory):
     run_on_ranks(check_two_forwards, 1, memory)
 
@@ -128,7 +189,7 @@ def check_hooks_fire_once(group, memory):
     assert set(fired.values()) == {2}  # one of each kind
 
 
-@pytest.mark.parametrize("memory", [SELECTIVE, GROUPS], ids=["selective", "groups of full"])
+@pytest.mark.parametrize("memory", [SELECTIVE, GROUPS, PARKED], ids=NAMES)
 def test_each_parameter_gets_one_gradient(memory):
     run_on_ranks(check_hooks_fire_once, 1, memory)
 

@@ -141,5 +141,16 @@ def test_nothing_is_used_before_it_is_there(name):
             ("selective", 3, False),
         )
     ]
+    # Some inputs on the device, and a loss by chunks.
+    memories.append(
+        MemoryConfig(
+            recompute_granularity="selective",
+            recompute_num_layers=2,
+            sequence_tile_size=5,
+            cpu_offloading_num_layers=2,
+            park_during_attention=True,
+            loss_chunk_size=7,
+        )
+    )
     world_size, parallel = PARALLEL[name]
     run_on_ranks(check_late_device, world_size, parallel, memories)

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from megatron_untied.streaming.copy_engine import Copy, CopyEngine
 from megatron_untied.streaming.host_arena import HostArena, allocate_pageable
-from tests.support.simulated_streams import LateStreams
+from tests.support.simulated_streams import LateStreams, run_until
 
 # Positions of the arguments that are received and sent: tensors or lists of them.
 COLLECTIVES = {
@@ -149,9 +149,18 @@ class LateCopyEngine(CopyEngine):
         super().__init__(LateStreams())
 
     @override
-    def copy_in(self, host: Tensor, device_tensor: Tensor, *, after: Copy | None) -> Copy:
+    def copy_in(
+        self,
+        host: Tensor,
+        device_tensor: Tensor,
+        *,
+        after: Copy | None,
+        leaving: Copy | None = None,
+    ) -> Copy:
+        if leaving is not None:
+            run_until(leaving.done)  # as late as its edge allows
         poison_(device_tensor)
-        return super().copy_in(host, device_tensor, after=after)
+        return super().copy_in(host, device_tensor, after=after, leaving=leaving)
 
 
 @contextlib.contextmanager

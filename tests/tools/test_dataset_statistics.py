@@ -9,7 +9,7 @@ from tests.support.corpus import write_token_files
 def test_prints_for_readers_and_for_programs(tmp_path, capsys):
     prefix = write_token_files(tmp_path / "data", [[1, 2], [3, 4]])
     statistics.main([prefix])
-    assert "unigram entropy  1.3863 nats a token" in capsys.readouterr().out
+    assert "unigram entropy  1.3863 nats per token" in capsys.readouterr().out
     statistics.main([prefix, "--json"])
     assert json.loads(capsys.readouterr().out)["num_tokens"] == 4
 

@@ -1,4 +1,5 @@
 import json
+import re
 import shlex
 
 import pytest
@@ -16,8 +17,8 @@ def test_prints_memory_by_phase_and_cause_and_says_that_it_fits(capsys):
     assert plan.main(FITS) == 0
     said = capsys.readouterr().out
     assert said.startswith("this run fits: the peak per GPU is ")
-    for word in ("8,030,261,248 parameters in bf16", "attention backward", "kept for", "optimizer",
-                 "<- peak", "per node", "tokens/s/GPU", "fits: GPU"):  # fmt: skip
+    for word in ("8,030,261,248 parameters in bf16", "attention backward", "activations",
+                 "optimizer", "<- peak", "per node", "tokens/s/GPU", "fits: GPU"):  # fmt: skip
         assert word in said
     assert "\x1b[" not in said  # plain where it is no terminal
 
@@ -28,6 +29,41 @@ def test_says_which_flags_would_make_it_fit(capsys):
     assert said.startswith("this run does not fit: the peak per GPU is ")
     assert "does not fit: GPU" in said
     assert "would fit with --" in said
+
+
+def test_automatic_settings_become_what_the_suggestion_promises(capsys):
+    """A run with the suggested flags chooses its own chunk: those numbers are the ones printed."""
+    flags = [*FITS, "--cp-heads-per-chunk", "auto", "--recompute-granularity", "auto"]
+    flags += ["--seq-length", "3145728"]
+    assert plan.main(flags) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("no automatic setting fits, the nearest is: --cp-heads-per-chunk")
+    (line,) = [line for line in said.splitlines() if line.startswith("would fit with")]
+    suggested, settings, sizes = re.fullmatch(
+        r"would fit with (.*) \(auto: (.*)\): (.*)", line
+    ).groups()
+    assert "--cp-heads-per-chunk" not in suggested
+    assert plan.main([*flags, *suggested.split()]) == 0
+    assert capsys.readouterr().out.startswith(f"planned: {settings} | {sizes} | assumed: ")
+
+
+def test_more_context_ranks_are_suggested_where_fewer_do_not_fit_or_are_far_slower(capsys):
+    """One rank per sequence is what a missing --context-parallel-size means."""
+    flags = "--model llama3-8b --bf16 --use-torch-fsdp2 --loss-chunk-size 8192 --json -".split()
+    for length in ("2097152", "4194304"):  # one rank could do the first, at 0.8 of the speed
+        assert plan.main([*flags, "--seq-length", length]) == 1
+        found = json.loads(capsys.readouterr().out)["would_fit_with"]
+        assert found[0] == "--context-parallel-size 8"
+        words = [word for flag in found for word in flag.split()]
+        assert plan.main([*flags, "--seq-length", length, *words]) == 0
+        capsys.readouterr()
+
+
+def test_the_size_that_fits_is_kept_if_it_is_about_as_fast(capsys):
+    flags = "--model llama3-8b --bf16 --use-torch-fsdp2 --context-parallel-size 4 --json -"
+    assert plan.main([*flags.split(), "--seq-length", "1048576"]) == 1
+    found = json.loads(capsys.readouterr().out)["would_fit_with"]
+    assert not any("--context-parallel-size" in flag for flag in found)
 
 
 def test_says_when_nothing_makes_it_fit(capsys):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_untied.phases import Phase
+from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.tracing.step import StepTracer
 from megatron_untied.training.initialize import make_groups
 from tests.support.ranks import run_on_ranks
@@ -65,6 +65,23 @@ def test_exchanged_bytes_are_those_of_the_heads_that_travel(traces):
     assert kept.exchange_bytes_per_layer == sent * d * tokens * width
 
 
+def test_parked_no_phase_holds_a_residual(traces):
+    """Nor its gradient: what autograd passes has one element of memory."""
+    held = {
+        name: {
+            phase: peak.by_category.get(MemoryCategory.RESIDUAL, 0)
+            for phase, peak in trace.peak_by_phase.items()
+        }
+        for name, trace in traces.items()
+    }
+    whole = held["selective on the host"][Phase.ATTENTION_BACKWARD]
+    parked = held["parked, optimizer on the host"]
+    assert max(parked.values()) < 16 < whole
+    tiles = traces["parked, optimizer on the host"].peak_by_phase[Phase.MLP_BACKWARD].by_category
+    rows, tile_rows = 2048 // 2, 100
+    assert tiles["workspace: gradient_tiles"] * rows == whole * 2 * tile_rows
+
+
 def test_the_peak_does_not_grow_with_layers_whose_stash_is_on_the_host():
     """Nor do parameters: they are on the host too."""
     flags = CASES["parked, optimizer on the host"].replace("-layers 3", "-layers {0}")
@@ -72,6 +89,8 @@ def test_the_peak_does_not_grow_with_layers_whose_stash_is_on_the_host():
     traces = trace_all(cases, world_size=2)
     few, more, many = (bytes_by_phase(traces[n]) for n in cases)
     for phases in (few, more, many):
-        del phases[Phase.SETUP], phases[Phase.OPTIMIZER]  # a few numbers a parameter, on the host
+        # Tokens, labels and masks alone: weights and moments are the host's from the start.
+        assert phases[Phase.SETUP] < 24 * 2048 // 2
+        del phases[Phase.OPTIMIZER]  # a few numbers a parameter, on the host
     assert few == more == many
     assert traces["3"].host_bytes < traces["5"].host_bytes < traces["8"].host_bytes

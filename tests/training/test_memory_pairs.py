@@ -26,7 +26,7 @@ FACTORS = {
 
 
 def is_valid(case: dict) -> bool:
-    """At most four ranks; without recomputation nothing is stashed, parked or tiled."""
+    """At most four ranks; without recomputation nothing is offloaded, parked or tiled."""
     plain = case["host_layers"] == 0 and not case["park"] and case["tile"] is None
     return case["context"] * case["tensor"] <= 4 and (case["recompute"] is not None or plain)
 

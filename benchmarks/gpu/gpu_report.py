@@ -1,4 +1,4 @@
-r"""Everything to know about a new GPU first: does it work, how fast, and is memory as planned.
+r"""Report on a new GPU: does everything work, how fast, and is memory as planned.
 
     bash benchmarks/gpu/run.sh                       # one GPU, under 8 minutes
     bash benchmarks/gpu/run.sh --device cpu --toy    # the same program, in small
@@ -27,9 +27,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.record import Record, markdown
-from benchmarks.gpu.sizes import FULL, TOY
+from benchmarks.gpu.sizes import FULL, ROOT, TOY
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 
 
@@ -50,7 +49,7 @@ PARTS = (
     Part("tests", "Do the tests that need a GPU pass?", "unit_tests.run", 60),
     Part("kernels", "Are the attention kernels right, and how fast?", "kernels.run", 45),
     Part("layer", "What does each setting cost in a streamed layer?", "layer.run_settings", 110),
-    Part("stash", "Are copies to the host hidden?", "layer.run_stash", 30),
+    Part("offload", "Are copies to the host hidden?", "layer.run_offload", 30),
     Part("memory", "Is peak memory what planner and tracer say?", "memory.run_peaks", 75),
     Part("context", "Is the longest context what the planner says?", "memory.run_longest", 90),
     Part("agreement", "Does a GPU train as a CPU does?", "agreement.run", 40),
@@ -61,7 +60,7 @@ def run_part(part: Part, folder: Path, options: Sequence[str], scale: float) -> 
     """Run one part in a process of its own; what it found so far counts, however it ends."""
     found, errors = folder / f"{part.name}.json", folder / f"{part.name}.err"
     budget = part.budget_seconds * scale
-    command = [sys.executable, "-m", "benchmarks.gpu.first_hour", "--part", part.function]
+    command = [sys.executable, "-m", "benchmarks.gpu.gpu_report", "--part", part.function]
     command += ["--file", str(found), "--budget", str(budget), *options]
     began, state = time.monotonic(), "done"
     with errors.open("w") as stderr:
@@ -90,7 +89,7 @@ def run_part(part: Part, folder: Path, options: Sequence[str], scale: float) -> 
 
 
 def run_parts(parts: Sequence[Part], options: Sequence[str], scale: float) -> list[dict[str, Any]]:
-    """Run all parts, one after the other, and say how far it is."""
+    """Run all parts one after the other, and print the progress."""
     results, began = [], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for number, part in enumerate(parts):
@@ -140,12 +139,18 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def result_name(card: str, parts: Sequence[str], at: datetime) -> str:
+    """Name of the results; no other run, and no run of fewer parts, has the same."""
+    which = [] if len(parts) == len(PARTS) else [*parts]
+    return "_".join([card.lower().replace(" ", "-"), *which, f"{at:%Y%m%d-%H%M%S}"])
+
+
 def main() -> None:
     """Run the parts and write the results; exit with 1 if one has not succeeded."""
     args = parse()
     if args.device == "cpu" and torch.cuda.is_available():
         # CUDA reads the variable once, so the program starts anew without GPUs.
-        words = [sys.executable, "-m", "benchmarks.gpu.first_hour", *sys.argv[1:]]
+        words = [sys.executable, "-m", "benchmarks.gpu.gpu_report", *sys.argv[1:]]
         os.execvp("env", ["env", "CUDA_VISIBLE_DEVICES=", *words])
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("error: there is no GPU here; give --device cpu --toy to try the program")
@@ -159,9 +164,9 @@ def main() -> None:
     options = ["--device", args.device, *(["--toy"] if args.toy else [])]
     results = run_parts(parts, options, args.scale)
     card = torch.cuda.get_device_name(0) if args.device == "cuda" else "CPU"
-    name = f"first_hour_{card.lower().replace(' ', '-')}_{datetime.now():%Y%m%d}"
+    name = result_name(card, [part.name for part in parts], datetime.now())
     (args.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    title = f"The first hour on {card}" + (", toy sizes" if args.toy else "")
+    title = f"Report on {card}" + (", toy sizes" if args.toy else "")
     (args.out / f"{name}.md").write_text(report(results, title))
     print(f"wrote {args.out / name}.md and .json")
     sys.exit(any(result["state"] != "done" for result in results))

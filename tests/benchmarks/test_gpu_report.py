@@ -1,15 +1,17 @@
-"""The program of the first hour on a GPU, in small on a CPU: it must not be what fails there."""
+"""The report on a new GPU, in small on a CPU: the program must not be what fails there."""
 
 import importlib
 import json
 import subprocess
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.first_hour import PARTS, ROOT, Part, report, run_parts
+from benchmarks.gpu import unit_tests
+from benchmarks.gpu.gpu_report import PARTS, Part, report, result_name, run_parts
 from benchmarks.gpu.record import Record, markdown
-from benchmarks.gpu.sizes import TOY
+from benchmarks.gpu.sizes import ROOT, TOY
 from tests.support.ranks import run_on_ranks
 
 TABLES = {
@@ -17,7 +19,7 @@ TABLES = {
     "tests": ["tests marked gpu"],
     "kernels": ["kernels", "error against float64, over the largest value", "speed of 4 heads"],
     "layer": ["layer"],
-    "stash": ["copies", "a layer's stash"],
+    "offload": ["copies", "offload of a layer"],
     "memory": ["peak memory"],
     "context": ["predicted", "tried"],
     "agreement": ["losses"],
@@ -81,6 +83,44 @@ def test_what_was_found_before_the_end_is_in_the_file(tmp_path):
     ]
 
 
+def test_a_record_is_whole_while_it_is_written(tmp_path, monkeypatch):
+    """A part may be killed within a write: the file keeps what it had."""
+    record = Record(tmp_path / "found.json", budget_seconds=1)
+    record.row("table", tokens=4)
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(KeyboardInterrupt):
+        record.row("table", tokens=8)
+    monkeypatch.undo()
+    assert json.loads(record.path.read_text())["tables"] == {"table": [{"tokens": 4}]}
+
+
+def write_half(path: Path, text: str) -> None:
+    path.write_bytes(text[: len(text) // 2].encode())
+    raise KeyboardInterrupt
+
+
+def test_runs_and_parts_do_not_overwrite_each_others_results():
+    every, at = [part.name for part in PARTS], datetime(2026, 12, 1, 5, 4, 3)
+    assert result_name("NVIDIA H200", every, at) == "nvidia-h200_20261201-050403"
+    assert result_name("NVIDIA H200", every[:1], at) == "nvidia-h200_environment_20261201-050403"
+
+
+def test_tests_that_end_without_a_report_are_one_problem(tmp_path, monkeypatch):
+    """Such as a conftest that does not import, and a folder without tests."""
+    (tmp_path / "tests").mkdir()
+    monkeypatch.setattr(unit_tests, "ROOT", tmp_path)
+    record = Record(tmp_path / "found.json", budget_seconds=1)
+    unit_tests.run(record, TOY)
+    assert record.problems == ["no test is marked gpu: this is no checkout with its tests"]
+    (tmp_path / "tests/test_one.py").write_text("# pytest.mark.gpu\n")
+    (tmp_path / "tests/conftest.py").write_text("import no_such_module\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    unit_tests.run(record, TOY)
+    (problem,) = record.problems[1:]
+    assert problem.startswith("pytest ended with 4 and without a report: ")
+    assert "no_such_module" in problem
+
+
 def test_all_budgets_are_eight_minutes():
     assert sum(part.budget_seconds for part in PARTS) <= 8 * 60
 
@@ -92,7 +132,7 @@ def test_the_command_writes_json_and_a_page(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[2/2] kernels: " in done.stdout
-    (page,) = tmp_path.glob("first_hour_cpu_*.md")
-    (numbers,) = tmp_path.glob("first_hour_cpu_*.json")
+    (page,) = tmp_path.glob("cpu_environment_kernels_*.md")
+    (numbers,) = tmp_path.glob("cpu_environment_kernels_*.json")
     assert [each["part"] for each in json.loads(numbers.read_text())] == ["environment", "kernels"]
     assert "| kernels | Are the attention kernels right, and how fast? | done |" in page.read_text()

@@ -97,10 +97,8 @@ class Geometry:
         """
         world_size = machine.world_size
         model, parallel, batch = config.model, config.parallel, config.batch
-        num_tensor, num_context = (
-            parallel.tensor_model_parallel_size,
-            parallel.context_parallel_size,
-        )
+        num_tensor = parallel.tensor_model_parallel_size
+        num_context = parallel.context_parallel_size
         num_ulysses, num_ring = parallel.num_ulysses_and_ring
         num_sharding = world_size // num_tensor
         num_token_parts = num_tensor if parallel.sequence_parallel else 1

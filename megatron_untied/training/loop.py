@@ -29,6 +29,7 @@ from megatron_untied.training.step import (
     Batch,
     ForwardStep,
     GetBatch,
+    StepResult,
     evaluate,
     global_batches,
     require_finite,
@@ -75,7 +76,6 @@ def pretrain(
         if progress.iteration >= config.loop.train_iters:
             return report.nothing_to_train()
         train_batches = batches_of(run.datasets.train, consumed_samples=progress.consumed_samples)
-        num_samples = config.batch.global_batch_size
         step_units = run.layer_passes * attention_units(config.memory)
         exit_reason = early_exit.signal()  # one may have arrived while loading
         first = progress.iteration + 1
@@ -85,15 +85,7 @@ def pretrain(
             train_state.progress.begin(f"iteration {iteration}", step_units)
             try:
                 with profiler.step(iteration):
-                    began = time.perf_counter()
-                    result = train_step(
-                        train_state,
-                        next(train_batches),
-                        num_samples=num_samples,
-                        forward_step=forward_step,
-                    )
-                    device.synchronize()  # for the time of the step; the loss was read anyway
-                    seconds = time.perf_counter() - began
+                    result, seconds = timed_step(run, train_batches, forward_step)
             except StepDropped:  # on all ranks, before the optimizer has changed anything
                 exit_reason = early_exit.signal()
                 saver.save(progress, is_last=True)
@@ -101,7 +93,7 @@ def pretrain(
             if config.loop.check_for_nan:
                 with errors_in_one_line():  # before saving: weights that are nan are never saved
                     require_finite(result, iteration)
-            consumed_samples = progress.consumed_samples + num_samples
+            consumed_samples = progress.consumed_samples + config.batch.global_batch_size
             progress = Progress(iteration=iteration, consumed_samples=consumed_samples)
             if iteration <= first + 1:  # the first step makes Adam's moments, the second has them
                 compare_memory(run, iteration)
@@ -118,6 +110,21 @@ def pretrain(
                 exit_reason = exit_reason or early_exit.signal()
         saver.finish(is_last=True)
         report.end(exit_reason)
+
+
+def timed_step(
+    run: Run, batches: Iterator[list[Batch]], forward_step: ForwardStep
+) -> tuple[StepResult, float]:
+    """One training step, and its seconds with reading the data; collective over all ranks."""
+    began = time.perf_counter()
+    result = train_step(
+        run.train_state,
+        next(batches),
+        num_samples=run.config.batch.global_batch_size,
+        forward_step=forward_step,
+    )
+    device.synchronize()  # for the time of the step; the loss was read anyway
+    return result, time.perf_counter() - began
 
 
 def load_and_describe(run: Run) -> Progress:

@@ -31,8 +31,9 @@ SEED = int(os.environ.get("FAULT_SEED", "0"))  # noqa: TID251 - of tests alone
 RANKS = 2
 RUN = Provenance(run_id="a")
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove"}
-EVENTS_OF_A_SAVE = 60
-"""About the number of file events and writes of one save on one rank."""
+MOMENTS = {"file": 60, "write": 1500, "training": 1}
+"""Kinds of moments to kill at, and about how many of them two saves have on one rank: steps on the
+file system, writes within the file of tensors, and the one between two saves."""
 
 
 def fill(state, iteration: int) -> None:
@@ -43,12 +44,12 @@ def fill(state, iteration: int) -> None:
 
 
 def save_until_killed(
-    rank: int, path: str, victim: int, events: int | None, record: str, in_background: bool
+    rank: int, path: str, victim: int, kind: str, number: int, record: str, in_background: bool
 ) -> None:
     """Continue the run in ``path`` and save an iteration after another.
 
-    In the background the state already changes while it is written. The victim kills itself at that
-    event: a step on the file system or a write. None: between two saves.
+    In the background the state already changes while it is written. The victim kills itself at the
+    moment of that kind and number.
     """
     dist.init_process_group("gloo")
     run = small_run(Split())
@@ -64,11 +65,11 @@ def save_until_killed(
     if rank == 0:
         Path(record).write_text(f"{done}\n" + "\n".join(said))
     dist.barrier()
-    if rank == victim and events is not None:
-        arm(path, events)
+    if rank == victim:
+        arm(path, kind, number)
     for iteration in itertools.count(done + 1):
         fill(run.state, iteration)
-        if rank == victim and events is None and iteration == done + 2:
+        if rank == victim and kind == "training" and iteration == done + 2:
             os.kill(os.getpid(), signal.SIGKILL)
         save = CheckpointSave(
             directory=Path(path),
@@ -84,23 +85,23 @@ def save_until_killed(
             save.write(run.state)
 
 
-def arm(path: str, events: int) -> None:
-    """Kill this process at that event from now on."""
-    countdown = itertools.count(events, -1)
+def arm(path: str, kind: str, number: int) -> None:
+    """Kill this process at that moment from now on."""
+    countdown = itertools.count(number, -1)
 
-    def count() -> None:
-        if next(countdown) == 1:
+    def count(this_kind: str) -> None:
+        if this_kind == kind and next(countdown) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def audit(event: str, arguments: tuple) -> None:
         # Removing a tree names its files relative to their folder.
         if event in FILE_EVENTS and (path in str(arguments[0]) or event.startswith("os.r")):
-            count()
+            count("file")
 
     write = ChecksummedFile.write
 
     def counted_write(self, data) -> int:
-        count()
+        count("write")
         return write(self, data)
 
     ChecksummedFile.write = counted_write
@@ -121,15 +122,15 @@ def kill_often(tmp_path: Path, num_kills: int) -> list[str]:
     """Kill and restart a run so often; what its loads have logged."""
     drawn, path, said, latest = random.Random(SEED), tmp_path / "c", [], 0
     for number in range(num_kills):
-        # A save in four at a moment between saves, which is when training kills a run.
-        events = drawn.choice([None, *[drawn.randrange(1, 2 * EVENTS_OF_A_SAVE)] * 3])
+        kind = drawn.choice(["training", "write", "file", "file"])
+        moment = kind, drawn.randint(1, MOMENTS[kind])
         in_background = drawn.random() < 0.5
         victim, record = drawn.randrange(RANKS), tmp_path / f"record{number}"
-        arguments = str(path), victim, events, str(record), in_background
+        arguments = str(path), victim, *moment, str(record), in_background
         outputs = launch(
             save_until_killed, RANKS, tmp_path, *arguments, wait_for=[victim], timeout=100
         )
-        place = f"kill {number} of seed {SEED}: rank {victim} at event {events}"
+        place = f"kill {number} of seed {SEED}: rank {victim} at {moment}"
         place += " in the background" * in_background
         assert record.exists(), f"{place}: not loaded\n{outputs}"
         # The others may fail in a collective with the victim, but it ends by SIGKILL alone.

@@ -243,7 +243,7 @@ def test_flags_that_are_named_exist(document):
     assert named <= known | planner | OF_OTHER_PROGRAMS
 
 
-MADE_BY_A_RUN = {"checksums.txt"}
+MADE_BY_A_RUN = {"checksums.txt", "latest_checkpointed_iteration.txt"}
 
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "docs/files.md"])

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.progress import track
@@ -34,6 +34,10 @@ SETTINGS = {
     "untied, selective, parked": "--cp-heads-per-chunk 8 --recompute-granularity selective "
     "--park-during-attention",
 }
+ON_THE_HOST = {
+    "untied, selective, parked": "--cp-heads-per-chunk {ranks} --recompute-granularity "
+    "selective --park-during-attention --optimizer-cpu-offload",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class Subject:
 
     Large tiles are traced faster. Up to these sizes the peak is attention's, not that of a tile.
     """
+    lengths: tuple[str, ...] = tuple(LENGTHS)
+    settings: dict[str, str] = field(default_factory=lambda: SETTINGS, compare=False)
 
     def residual_bytes(self, tokens: int) -> int:
         """H: one bf16 residual, [tokens / ranks, hidden size]."""
@@ -74,6 +80,19 @@ SUBJECTS = (
         "--context-parallel-size 16 --cp-comm-type a2a+p2p "
         "--hierarchical-context-parallel-sizes 8 2",
         ((1, 8192), (5, 16384), (10, 32768)),
+    ),
+    *(
+        Subject(
+            f"Llama3-8B, {ranks} {'GPU' if ranks == 1 else 'ranks'}, optimizer on the host",
+            "llama3-8b",
+            32,
+            ranks,
+            f"--context-parallel-size {ranks}",
+            ((10, 8192),),
+            lengths,
+            ON_THE_HOST,
+        )
+        for ranks, lengths in ((1, ("1M",)), (8, ("5M", "10M")))
     ),
 )
 
@@ -102,13 +121,14 @@ class Case:
             [
                 f"--world-size {self.subject.world_size} --model {self.subject.model}",
                 always + self.subject.parallel,
-                SETTINGS[self.setting],
+                self.subject.settings[self.setting].format(ranks=self.subject.world_size),
             ]
         )
 
     def numbers(self, folder: Path) -> dict:
         """The numbers of the trace, from ``folder`` or made now."""
-        name = f"{self.subject.model}_{self.length}_{self.setting.replace(', ', '_')}.json"
+        ranks = "" if self.subject.settings is SETTINGS else f"{self.subject.world_size}-ranks_"
+        name = f"{self.subject.model}_{ranks}{self.length}_{self.setting.replace(', ', '_')}.json"
         file = folder / name.replace(" ", "-")
         if not file.exists():
             command = [sys.executable, str(HERE / "memory_trace.py"), "--json", str(file)]
@@ -166,7 +186,7 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     cases = [
-        Case(s, length, setting) for s in SUBJECTS for length in LENGTHS for setting in SETTINGS
+        Case(s, length, setting) for s in SUBJECTS for length in s.lengths for setting in s.settings
     ]
     with ThreadPoolExecutor(options.jobs) as executor:
         numbers = executor.map(lambda case: case.numbers(options.folder), cases)

@@ -73,8 +73,9 @@ def longest_context(plans: list[Plan]) -> LongestContext | None:
 def _least_memory(plan: Plan) -> Iterator[Plan]:
     """All combinations that may be the longest, likely ones first; layers on the host are open.
 
-    The smallest chunks, tiles and chunks of logits, no overlap and full recomputation take least of
-    the GPU and no more of the host than their alternatives.
+    The smallest chunks, tiles and chunks of logits and no overlap take least of the GPU and no more
+    of the host than their alternatives. So does full recomputation, except where layers are parked:
+    there a layer that saved its attention output peaks lower, for more of the host.
     """
     config = plan.config
     overlaps = config.parallel.num_ulysses_and_ring[0] == 1  # one rank has nothing to overlap
@@ -83,11 +84,11 @@ def _least_memory(plan: Plan) -> Iterator[Plan]:
     ).with_settings("memory", loss_chunk_size=_LOSS_CHUNKS[-1], sequence_tile_size=_TILES[-1])
     for optimization in reversed(_optimizations(config)):
         sharded = replace(least, config=replace(least.config, optimization=optimization))
-        for park in (True, False):
+        for granularity, park in (("full", True), ("selective", True), ("full", False)):
             for num_layers in _group_sizes(config):
                 yield sharded.with_settings(
                     "memory",
-                    recompute_granularity="full",
+                    recompute_granularity=granularity,
                     park_during_attention=park,
                     recompute_num_layers=num_layers,
                 )

@@ -201,7 +201,11 @@ def _refuse(name: str) -> Callable:
 
 def _in_another_thread(backward: Callable) -> Callable:
     def run(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        with ThreadPoolExecutor(1) as thread:
+        # A new thread has OpenMP's default number, and gradients of embeddings depend on it.
+        threads = torch.get_num_threads()
+        with ThreadPoolExecutor(
+            1, initializer=torch.set_num_threads, initargs=(threads,)
+        ) as thread:
             thread.submit(backward, tensor, *args, **kwargs).result()
 
     return run

@@ -56,6 +56,8 @@ class Subject:
     """
     lengths: tuple[str, ...] = tuple(LENGTHS)
     settings: dict[str, str] = field(default_factory=lambda: SETTINGS, compare=False)
+    files: str = ""
+    """What names of files add to the model's, where a model has several subjects."""
 
     def residual_bytes(self, tokens: int) -> int:
         """H: one bf16 residual, [tokens / ranks, hidden size]."""
@@ -91,6 +93,7 @@ SUBJECTS = (
             ((10, 8192),),
             lengths,
             ON_THE_HOST,
+            f"{ranks}-ranks_",
         )
         for ranks, lengths in ((1, ("1M",)), (8, ("5M", "10M")))
     ),
@@ -127,8 +130,8 @@ class Case:
 
     def numbers(self, folder: Path) -> dict:
         """The numbers of the trace, from ``folder`` or made now."""
-        ranks = "" if self.subject.settings is SETTINGS else f"{self.subject.world_size}-ranks_"
-        name = f"{self.subject.model}_{ranks}{self.length}_{self.setting.replace(', ', '_')}.json"
+        prefix = f"{self.subject.model}_{self.subject.files}"
+        name = f"{prefix}{self.length}_{self.setting.replace(', ', '_')}.json"
         file = folder / name.replace(" ", "-")
         if not file.exists():
             command = [sys.executable, str(HERE / "memory_trace.py"), "--json", str(file)]

@@ -286,11 +286,6 @@ class StagingWriter(SequentialWriter):
             for item in plan.items
         }
 
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of the copies that are not written yet."""
-        return sum(copy.nbytes for copy in self._staged.values())
-
     def write(self) -> None:
         """Write the file and release each copy after it is written; for any thread."""
         self.results = self._write_file(self._plan, lambda item: self._staged.pop(item.index))

@@ -77,15 +77,15 @@ class HostRows(Rows):
 
     @override
     def outputs(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
-        room = self._room(tiles, "row_tiles")
-        copies: list[Copy | None] = [None] * len(room)
-        for tile, turn in zip(tiles, itertools.cycle(range(len(room)))):
+        room, writes = self._room(tiles, "row_tiles"), deque[Copy]()
+        for i, tile in enumerate(tiles):
             elements = self._elements(tile)
-            part = room[turn, : elements.stop - elements.start]
-            _wait(filter(None, [copies[turn]]))
+            part = room[i % len(room), : elements.stop - elements.start]
+            if len(writes) == len(room):  # the oldest leaves from this part
+                writes.popleft().wait()
             yield self._tile_of(part)
-            copies[turn] = self._slot.write(part, elements)
-        _wait(filter(None, copies))
+            writes.append(self._slot.write(part, elements))
+        _wait(writes)
 
     @override
     def updates(

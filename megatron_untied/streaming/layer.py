@@ -123,7 +123,7 @@ class StreamedTransformerLayer(TransformerLayer):
         packed_seq_params: SequenceInfo | None = None,
         **unused_arguments: object,
     ) -> tuple[Tensor, None]:
-        """[n, b, m] -> [n, b, m] in the same memory, and no cross-attention context.
+        """[n, b, m] -> [n, b, m] in the same memory, or on the host if parked; and no context.
 
         Masks, rotary tables and inference contexts that megatron-core passes are not used.
         """

@@ -1,4 +1,4 @@
-"""Few cases that hold every pair of values of several factors."""
+"""Few cases that hold every pair of values of several factors, and the flags of common factors."""
 
 import itertools
 import random
@@ -46,3 +46,20 @@ def pairs_of(indices: Mapping[str, int]) -> list[Pair]:
 def values_of(indices: Mapping[str, int], factors: Mapping[str, Sequence[Any]]) -> Case:
     """The values themselves."""
     return {name: factors[name][index] for name, index in indices.items()}
+
+
+def memory_flags(case: Case) -> dict[str, Any]:
+    """Flags of the factors recompute, host_layers, park, tile, sharding and tensor."""
+    flags = {
+        "tensor_model_parallel_size": case["tensor"],
+        "sequence_parallel": case["tensor"] > 1 or None,
+        "sequence_tile_size": case["tile"],
+        "park_during_attention": case["park"] or None,
+    }
+    if case["recompute"]:
+        kind, every = case["recompute"]
+        flags |= {"recompute_granularity": kind, "recompute_method": "uniform"}
+        flags |= {"recompute_num_layers": every, "cpu_offloading_num_layers": case["host_layers"]}
+    if case["sharding"]:
+        flags[case["sharding"]] = True
+    return flags

@@ -6,7 +6,7 @@ A generated design has every pair of values of the memory features; the full pro
 import pytest
 
 from megatron_untied.training.metrics import read_metrics
-from tests.support.pairs import all_pairs, product, values_of
+from tests.support.pairs import all_pairs, memory_flags, product, values_of
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_run import train
 
@@ -32,25 +32,14 @@ def is_valid(case: dict) -> bool:
 
 
 def flags_of(case: dict) -> dict:
-    flags = {
+    return {
         "num_layers": LAYERS,
         "train_iters": ITERATIONS,
         "context_parallel_size": case["context"],
-        "tensor_model_parallel_size": case["tensor"],
         "cp_heads_per_chunk": "all" if case["heads"] == "all" else case["context"],
         "loss_chunk_size": case["loss_chunk"],
-        "sequence_tile_size": case["tile"],
-        "park_during_attention": case["park"] or None,
+        **memory_flags(case),
     }
-    if case["tensor"] > 1:
-        flags["sequence_parallel"] = True
-    if case["recompute"]:
-        kind, every = case["recompute"]
-        flags |= {"recompute_granularity": kind, "recompute_method": "uniform"}
-        flags |= {"recompute_num_layers": every, "cpu_offloading_num_layers": case["host_layers"]}
-    if case["sharding"]:
-        flags[case["sharding"]] = True
-    return flags
 
 
 def curve(folder, case: dict | None, **changes) -> list[dict]:

@@ -26,7 +26,7 @@ from megatron_untied.training.state import build_train_state
 from megatron_untied.training.step import train_step
 from tests.support.command_line import tiny_config
 from tests.support.late_device import late_device
-from tests.support.pairs import all_pairs
+from tests.support.pairs import all_pairs, memory_flags
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_run import batch_of, launch_of
 from tests.support.whole_model import gather_gradients
@@ -66,22 +66,12 @@ def is_valid(case: dict) -> bool:
 
 
 def flags_of(case: dict) -> dict:
-    flags = CONTEXT[case["context"]] | {
-        "tensor_model_parallel_size": case["tensor"],
-        "sequence_parallel": case["tensor"] > 1 or None,
+    return CONTEXT[case["context"]] | {
         "cp_heads_per_chunk": "all" if case["heads"] == "all" else case["context"][0],
         "no_cp_overlap": not case["overlap"] or None,
-        "sequence_tile_size": case["tile"],
-        "park_during_attention": case["park"] or None,
         "loss_chunk_size": 13,
+        **memory_flags(case),
     }
-    if case["recompute"]:
-        kind, every = case["recompute"]
-        flags |= {"recompute_granularity": kind, "recompute_method": "uniform"}
-        flags |= {"recompute_num_layers": every, "cpu_offloading_num_layers": case["host_layers"]}
-    if case["sharding"]:
-        flags[case["sharding"]] = True
-    return flags
 
 
 def num_ranks(case: dict) -> int:

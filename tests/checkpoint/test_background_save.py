@@ -97,6 +97,7 @@ def fail_in_background(group, path, faulty_rank, failing):
             pending.finish()
     group.barrier().wait()
     names = sorted(os.listdir(path))
+    group.barrier().wait()  # the next save begins after both have listed
     save_to(path, 3).write_in_background(run.state).finish()
     return str(caught.value), names
 

@@ -40,7 +40,7 @@ def attention_sizes(geometry: Geometry, rank: int) -> Sizes:
 
 
 def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
-    """The plan of a Ulysses rank's streamed layers; ``host_bytes()`` is its host arena."""
+    """The plan of a Ulysses rank's streamed layers; ``host_arena()`` counts host and disk."""
     memory = geometry.config.memory
     own_rows = geometry.residual_tokens // geometry.b
     sizes = LayerSizes(
@@ -50,7 +50,7 @@ def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
         tile_rows=geometry.tile_tokens // geometry.num_token_parts // geometry.b,
         loss_tokens=geometry.loss_tokens,
     )
-    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers))
+    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers), memory)
 
 
 def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ...]]:

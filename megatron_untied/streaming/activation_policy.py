@@ -1,4 +1,4 @@
-"""Which activations each layer saves, and whether on the device or the host: integers only."""
+"""Which activations each layer saves: on the device, the host, or a disk. Integers only."""
 
 from dataclasses import dataclass
 
@@ -23,6 +23,8 @@ class LayerPolicy:
     gradient beside it on the device."""
     lse_on_host: bool
     """Whether the log-sum-exps wait for backward on the host."""
+    goes_to_disk: bool
+    """Whether input and attention output go on to the disk, as long as it has room."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +43,9 @@ class ActivationPolicy:
         selective = memory.recompute_granularity == "selective"
         size = memory.recompute_num_layers
         layers = []
+        saving = range(0, memory.cpu_offloading_num_layers, 1 if selective else size)
+        # The last two would come back before their memory was needed.
+        to_disk = saving[:-2] if memory.activation_disk else ()
         for index in range(num_layers):
             first = index - index % size
             group = range(first, min(first + size, num_layers))
@@ -56,6 +61,7 @@ class ActivationPolicy:
                     input_on_host=on_host,
                     output_on_host=on_host or memory.park_during_attention,
                     lse_on_host=on_host and saves_output,
+                    goes_to_disk=index in to_disk,
                 )
             )
         return cls(selective=selective, park=memory.park_during_attention, layers=tuple(layers))

@@ -137,6 +137,9 @@ def train_step(
     valid_tokens, weight = count_valid_tokens(batches, ranks)
     sharding.zero_grad()
     lm_loss = forward_backward(train_state, batches, weight, forward_step)
+    if train_state.disk is not None:
+        with errors_in_one_line():  # before weights are updated with gradients of wrong bytes
+            raise_on_all_ranks(train_state.disk.require_no_failure)
     with train_state.progress.phase(Phase.OPTIMIZER):
         dist.all_reduce(lm_loss, group=ranks)
         updated, grad_norm = sharding.step()

@@ -15,6 +15,7 @@ ITERATIONS = 3  # the third follows from two updates
 FACTORS = {
     "recompute": [None, *((kind, k) for kind in ("full", "selective") for k in (1, 2, 3))],
     "host_layers": [0, 2, LAYERS],
+    "disk": [False, True],
     "park": [False, True],
     "tile": [None, 24, 7],
     "loss_chunk": [1, 13, None],
@@ -28,6 +29,8 @@ FACTORS = {
 def is_valid(case: dict) -> bool:
     """At most four ranks; without recomputation nothing is offloaded, parked or tiled."""
     plain = case["host_layers"] == 0 and not case["park"] and case["tile"] is None
+    if case["disk"] and case["host_layers"] < LAYERS:  # of fewer, none are on the disk
+        return False
     return case["context"] * case["tensor"] <= 4 and (case["recompute"] is not None or plain)
 
 

@@ -1,7 +1,7 @@
 """What a run takes on disk: checkpoints, and saved activations.
 
-Of checkpoints: bytes of one, how many there are at a time, what is free. Weights and both moments are stored in fp32, without the padding of the vocabulary, whatever the
-ranks and their sharding.
+Of checkpoints: bytes of one, how many there are at a time, what is free. Weights and both moments
+are stored in fp32, without the padding of the vocabulary, whatever the ranks and their sharding.
 """
 
 import shutil

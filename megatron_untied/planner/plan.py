@@ -80,7 +80,7 @@ class Plan:
 
     @cached_property
     def activation_disk(self) -> ActivationDiskUse | None:
-        """What the saved activations of a rank take of disks; None without ``--activation-disk``."""
+        """What saved activations take of disks; None without ``--activation-disk``."""
         disks = [arena.disk for arena in self._arenas if arena.disk is not None]
         if not disks:
             return None

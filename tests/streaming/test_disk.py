@@ -1,9 +1,9 @@
 """Saved activations on disks: bit for bit, in any order of completion, and failures that are found.
 
-Requests run late and in random order (:class:`LateThreads`), and so do copies (:class:`LateStreams`).
+Requests to the disk run late and in random order (:class:`LateThreads`), copies late
+(:class:`LateStreams`).
 """
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -19,7 +19,13 @@ from megatron_untied.streaming import disk as disk_module
 from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.copy_engine import CopyEngine
 from megatron_untied.streaming.disk import ActivationDisk, require_folders
-from megatron_untied.streaming.host_arena import PAGE_BYTES, HostArena, HostSlot, allocate_pageable
+from megatron_untied.streaming.host_arena import (
+    PAGE_BYTES,
+    HostArena,
+    HostSlot,
+    _Segment,
+    allocate_pageable,
+)
 from tests.faults.test_failing_disks import full_after
 from tests.support.late_threads import LateThreads
 from tests.support.simulated_streams import LateStreams
@@ -139,7 +145,7 @@ def test_every_wait_for_the_disk_is_needed(tmp_path, edge):
     method = getattr(owner, name)
 
     def without_wait(self, *args, **kwargs):
-        with mock.patch.object(ActivationDisk, "wait", lambda *_: None):
+        with mock.patch.object(ActivationDisk, "wait", return_value=None):
             return method(self, *args, **kwargs)
 
     def failed_or_wrong(seed: int) -> bool:
@@ -176,7 +182,7 @@ def test_the_disk_waits_for_copies(tmp_path, copy):
         return torch.equal(out, values)
 
     assert is_right(0)
-    with mock.patch.object(type(arena.reserve((1,), torch.uint8)._segment), "after", lambda *_: []):
+    with mock.patch.object(_Segment, "after", return_value=[]):
         assert not is_right(2)
 
 

@@ -13,23 +13,23 @@ import torch
 import pretrain_gpt
 from megatron_untied.planner.machine import this_machine
 from megatron_untied.planner.plan import Plan
+from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming.disk import ActivationDisk, StripedFiles
 from megatron_untied.training.initialize import UserError, initialize
 from megatron_untied.training.metrics import read_metrics
 from megatron_untied.training.state import build_train_state
 from megatron_untied.training.step import train_step
-from megatron_untied.step_progress import StepProgress
 from tests.faults.test_failing_disks import full_after
 from tests.support.command_line import command_line, tiny_config
-from tests.support.launch import launch
 from tests.support.late_threads import LateThreads
+from tests.support.launch import launch
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_run import batch_of, launch_of, train
 
-LAYERS = 6
+LAYERS = 4
 RUN = {
     "num_layers": LAYERS,
-    "train_iters": 3,
+    "train_iters": 2,
     "context_parallel_size": 2,
     "cp_heads_per_chunk": 2,
     "sequence_tile_size": 7,
@@ -45,7 +45,7 @@ KINDS = {
         "recompute_method": "uniform", "recompute_num_layers": 3, "park_during_attention": True
     },
 }  # fmt: skip
-PART_GIB = 1e-4
+PART_GIB = 5e-5
 """Room for some of the layers."""
 
 
@@ -141,7 +141,8 @@ def test_a_failing_disk_ends_the_run_before_weights_are_updated(tmp_path, what):
     answers = run_on_ranks(fail_in_step_two, 2, str(tmp_path), {"what": what, "after": 100})
     assert len(set(answers)) == 1
     said = {"write": "failed to write", "read": "failed to read", "bit": "crc32 differs"}[what]
-    assert answers[0].startswith(f"error: --activation-disk {tmp_path}") and said in answers[0]
+    assert answers[0].startswith(f"error: --activation-disk {tmp_path}")
+    assert said in answers[0]
     assert "(rank 1 on " in answers[0]
     tracker = tmp_path / "saved/latest_checkpointed_iteration.txt"
     assert tracker.read_text() == "1"

@@ -85,6 +85,7 @@ REQUIRED_FLAGS = {
     "sequence_tile_size": "recompute_granularity",
     "cpu_offloading_num_layers": "recompute_granularity",
     "park_during_attention": "recompute_granularity",
+    "verify_recompute": "recompute_granularity",
     "profile_step_start": "profile",
     "profile_step_end": "profile",
     "profile_ranks": "profile",

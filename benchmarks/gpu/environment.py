@@ -13,6 +13,7 @@ from megatron_untied.platform import device
 
 REQUIRED = ("torch", "megatron.core", "megatron_untied")
 OPTIONAL = (
+    "flash_attn.cute.interface",
     "flash_attn_interface",
     "flash_attn.flash_attn_interface",
     "transformer_engine.pytorch",

@@ -1,4 +1,5 @@
 import contextlib
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import pretrain_gpt
 from megatron_untied.phases import Phase
 from megatron_untied.step_progress import LayerProgress, StepProgress
+from megatron_untied.training import liveness
 from megatron_untied.training.liveness import (
     Heartbeat,
     PeerProgress,
@@ -89,13 +91,42 @@ def test_a_rank_that_gets_no_further_says_once_who_is_missing(capsys):
     with attending(layers[0], chunks=2), attending(layers[1], chunks=1):
         for seconds in (0, 500, 545, 600):
             other._beat(now)
-            beating._beat(now + seconds)
+            beating._beat(now + seconds)  # looks at 360 s, warns at 540
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert (
         "rank 1 did not arrive, rank 1 last at iteration 1, attention forward, layer 5 of 8, "
-        "chunk 1 of 2"
+        f"chunk 1 of 2, on {socket.gethostname()}; reported by rank 0 at"
     ) in said[0]
+
+
+def test_a_rank_without_a_beat_is_named_though_it_is_at_the_same_point(capsys):
+    """A node that was cut off while all ranks waited in one collective."""
+    store = dist.HashStore()
+    ranks = [heartbeat([], every=0, store=store, rank=rank, world_size=3) for rank in range(3)]
+    now = time.monotonic()
+    for seconds in (0, 400, 545):
+        for number, each in enumerate(ranks):
+            if number != 2 or seconds < 400:
+                each._beat(now + (seconds if number == 0 else 0))
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("warning: rank 2 gave no sign of life, rank 2 last at start, setup, on ")
+    # A rank that has left because of an error of its own is no dead node.
+    ranks[1]._peers.publish(ranks[1]._progress.last_completed(), ends=True)
+    ranks[0]._peers.look()
+    assert ranks[0]._diagnosis().startswith("rank 2 gave no sign of life")
+
+
+def test_a_store_that_does_not_answer_is_said_within_seconds(monkeypatch):
+    class CutOff(dist.HashStore):
+        def check(self, keys):
+            time.sleep(60)
+
+    monkeypatch.setattr(liveness, "STORE_SECONDS", 0.2)
+    beating = heartbeat([], every=0, store=CutOff(), world_size=2)
+    began = time.monotonic()
+    assert beating._diagnosis().startswith("the store of all ranks does not answer ")
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             help="timeout of a collective "
             "(10, or the time of a step at 200 TFLOP/s per GPU if longer)",
         ),
+        switch(
+            "--enable-ft-package",
+            "report progress to nvidia-resiliency-ext; start the run with its ft_launcher",
+        ),
     ),
     "memory and precision": (
         switch(

@@ -168,6 +168,8 @@ class DistributedConfig:
     backend: Literal["nccl", "gloo"]
     timeout_minutes: float = 10.0
     """A collective that takes longer ends the run."""
+    enable_ft_package: bool = False
+    """Report progress to the rank monitor of NVIDIA's resiliency extension."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -176,7 +176,7 @@ class Heartbeat:
         say: Callable[[str], None],
         every_seconds: float,
         timeout_seconds: float,
-        moved: Callable[[], None] = lambda: None,
+        moved: Callable[[], None] | None = None,
     ):
         """Prepare the thread.
 
@@ -208,14 +208,14 @@ class Heartbeat:
         if error is not None and is_failed_collective(error):
             if not self._has_looked:
                 self._peers.look()
-            time.sleep(3 * self._pause)  # for beats of the ranks that live, with their positions
+            time.sleep(2 * self._pause)  # for beats of the ranks that live, with their positions
             diagnosis, reason = self._diagnosis(), str(error).strip().partition("\n")[0]
             self._stop.set()
             if self._peers.answers:  # else this would wait for it, in a lock of its connection
                 self._thread.join(STORE_SECONDS)
                 self._peers.publish(self._progress.last_completed(), ends=True)
             if self._peers.rank == 0:  # may host the store, which other ranks may still be reading
-                time.sleep(3 * self._pause)
+                time.sleep(2 * self._pause)
             raise SystemExit(f"error: {diagnosis} ({reason})") from error
         self._stop.set()
         self._thread.join()
@@ -240,7 +240,8 @@ class Heartbeat:
             self._line_printed = now
         if position != self._seen:
             self._seen, self._moved, self._has_looked = position, now, False
-            self._on_move()
+            if self._on_move is not None:
+                self._on_move()
         elif not self._has_looked and now - self._moved >= LOOK_FRACTION * self._timeout:
             self._has_looked = True
             self._peers.look()
@@ -275,6 +276,27 @@ def heartbeat_of_setup(
         every_seconds=config.logging.heartbeat_seconds,
         timeout_seconds=config.distributed.timeout_minutes * 60,
     )
+
+
+def open_rank_monitor() -> Callable[[], None]:
+    """Connect to the rank monitor of NVIDIA's resiliency extension; returns what reports to it.
+
+    The monitor ends a rank whose heartbeats stay away for longer than ft_launcher was told.
+
+    Raises:
+        ValueError: this process was not started by ft_launcher.
+    """
+    from nvidia_resiliency_ext import fault_tolerance  # optional package
+
+    client = fault_tolerance.RankMonitorClient()
+    try:
+        client.init_workload_monitoring()
+    except fault_tolerance.RankMonitorClientError as error:
+        raise ValueError(
+            f"--enable-ft-package: no rank monitor answers ({error}); start the run with "
+            "ft_launcher of nvidia-resiliency-ext, or leave out the flag"
+        ) from error
+    return client.send_heartbeat
 
 
 def heartbeat_line(position: StepPosition, elapsed: float) -> str:

@@ -1,7 +1,10 @@
 import contextlib
+import importlib.machinery
+import importlib.util
 import socket
 import sys
 import time
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +21,7 @@ from megatron_untied.training.liveness import (
     heartbeat_line,
     is_failed_collective,
 )
-from tests.support.command_line import command_line
+from tests.support.command_line import command_line, tiny_config
 from tests.support.launch import launch
 
 
@@ -187,3 +190,69 @@ def test_a_run_says_how_far_its_steps_are_on_the_first_rank(tmp_path):
     assert "heartbeat: iteration" in said[0]
     assert "layer 2 of 2" in said[0]
     assert "heartbeat" not in said[1]
+
+
+class RankMonitorClientError(Exception):
+    pass
+
+
+class RankMonitorClient:
+    """Of nvidia-resiliency-ext 0.4: the calls that are made, in the order that it demands."""
+
+    made: list["RankMonitorClient"] = []
+
+    def __init__(self):
+        self.beats, self.is_initialized = 0, False
+        self.made.append(self)
+
+    def init_workload_monitoring(self):
+        self.is_initialized = True
+
+    def send_heartbeat(self):
+        assert self.is_initialized
+        self.beats += 1
+
+
+@pytest.fixture
+def extension(monkeypatch):
+    """A stand-in for the package, which is optional."""
+    tolerance = types.ModuleType("nvidia_resiliency_ext.fault_tolerance")
+    tolerance.RankMonitorClient, tolerance.RankMonitorClientError = (
+        RankMonitorClient,
+        RankMonitorClientError,
+    )
+    package = types.ModuleType("nvidia_resiliency_ext")
+    package.fault_tolerance = tolerance
+    package.__spec__ = importlib.machinery.ModuleSpec("nvidia_resiliency_ext", None)
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", package)
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext.fault_tolerance", tolerance)
+    monkeypatch.setattr(RankMonitorClient, "made", [])
+    return tolerance
+
+
+def test_the_rank_monitor_hears_of_progress_and_not_of_waiting(extension):
+    assert tiny_config(enable_ft_package=True).distributed.enable_ft_package
+    beating = heartbeat([], every=0)
+    beating._on_move = liveness.open_rank_monitor()
+    (client,) = RankMonitorClient.made
+    now = time.monotonic()
+    for seconds in range(5):
+        beating._beat(now + seconds)
+    assert client.beats == 1
+    beating._progress.begin("iteration 1")
+    beating._beat(now + 6)
+    assert client.beats == 2
+
+
+def test_a_run_without_the_extension_or_its_launcher_is_refused(extension, monkeypatch):
+    def fail(self):
+        raise RankMonitorClientError("FT_RANK_MONITOR_IPC_SOCKET should be set")
+
+    monkeypatch.setattr(RankMonitorClient, "init_workload_monitoring", fail)
+    with pytest.raises(ValueError, match=r"no rank monitor answers .*start the run with ft_launch"):
+        liveness.open_rank_monitor()
+    monkeypatch.delitem(sys.modules, "nvidia_resiliency_ext")
+    if importlib.util.find_spec("nvidia_resiliency_ext"):
+        pytest.skip("nvidia-resiliency-ext is installed")
+    with pytest.raises(ValueError, match="needs the package nvidia-resiliency-ext, which is not"):
+        tiny_config(enable_ft_package=True)

@@ -27,8 +27,9 @@ from megatron_untied.streaming.replay import ReplayCheck
 from megatron_untied.training.liveness import listed_ranks
 
 REMEDIES = (
-    "no weight was changed and nothing was saved; resume with a lower --lr or without these "
-    "samples, or give --no-check-for-nan-in-loss-and-grad to skip such steps"
+    "No weight was changed and nothing was saved; resume with --rerun-on-nan to tell a flaky "
+    "device from bad data, with a lower --lr, or with --no-check-for-nan-in-loss-and-grad to skip "
+    "such steps"
 )
 
 
@@ -200,7 +201,7 @@ class StepGuard:
                 "the host's for what is offloaded; no weight was changed and nothing was saved"
             )
         found = gather_objects(self.fault(numbers.losses, samples))
-        return f"{_values(numbers)}. {self._origin(found)}"
+        return f"{_values(numbers)}. {self._origin(found)}. {REMEDIES}"
 
     def verdict(
         self,
@@ -218,7 +219,8 @@ class StepGuard:
             samples: numbers of the samples of each micro-batch.
         """
         before = gather_objects(self.fault(first.losses, samples))
-        self.begin(0)
+        self._watch.begin()
+        self._replay.begin(active=False)
         hooks = [
             layer.register_forward_hook(functools.partial(self._after_layer, index))
             for index, layer in enumerate(self._model.decoder.layers)

@@ -228,6 +228,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         device.use_in_this_thread(self._device)
+        self._beat(time.monotonic())  # at once: a rank that is lost soon is known with its node
         while not self._stop.wait(self._pause):
             self._beat(time.monotonic())
 

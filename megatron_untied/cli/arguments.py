@@ -57,6 +57,8 @@ from megatron_untied.config.run import (
     ScheduleConfig,
 )
 from megatron_untied.flops import slow_step_seconds
+from megatron_untied.planner.automatic import is_automatic
+from megatron_untied.planner.geometry import by_sizes
 from megatron_untied.platform import device
 from megatron_untied.presets import read_preset
 
@@ -80,6 +82,7 @@ REQUIRED_FLAGS = {
     "loss_on": "sft",
     "long_samples": "sft",
     "loss_weighting": "sft",
+    "attention_output_layers": "recompute_granularity",
     "recompute_method": "recompute_granularity",
     "recompute_num_layers": "recompute_granularity",
     "sequence_tile_size": "recompute_granularity",
@@ -107,7 +110,9 @@ REQUIRED_FLAGS = {
 """Flags that have no effect without another flag, and that other flag; alone they are refused."""
 
 
-def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
+def parse_arguments(
+    argv: Sequence[str], *, world_size: int, leaves_sizes: bool = False
+) -> RunConfig:
     """Parse and check the flags of a run.
 
     Reads the tokenizer for the size of its vocabulary and, with --use-checkpoint-args, the
@@ -116,6 +121,8 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
     Args:
         argv: the command line, without the program's name.
         world_size: number of ranks.
+        leaves_sizes: keep "auto" for tile, chunk of the loss and overlap, for plans of other
+            lengths.
 
     Raises:
         ValueError: an unknown or unsupported flag, an invalid value, or values that contradict each
@@ -168,7 +175,8 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         seed=values["seed"],
     )
     validate(config, world_size)  # all remaining problems at once, one per line
-    return config
+    # What the planner is to choose it chooses together, for the memory of the machine.
+    return config if leaves_sizes or is_automatic(config) else by_sizes(config)
 
 
 def parse_flags(argv: Sequence[str]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ _SEARCHED_IN_STREAMED_LAYERS = (
 _REPLACED_FLAGS = {
     # Refused without --recompute-granularity, which the search may remove.
     "--recompute-method",
+    "--no-cp-overlap",
     *map(flag_of, (*_SEARCHED, *_SEARCHED_IN_STREAMED_LAYERS)),
 }
 
@@ -45,10 +46,10 @@ def context_flags(config: RunConfig) -> list[str]:
     words = []
     for field in (*_SEARCHED, *(_SEARCHED_IN_STREAMED_LAYERS if streamed else ())):
         flag, value = flag_of(field), operator.attrgetter(field)(config)
-        if isinstance(value, bool):
-            # A switch is given if it changes its default; --no-... switches change True.
-            if value != flag.startswith("--no-"):
-                words.append(flag)
+        if field == "parallel.cp_overlap":  # neither switch leaves it open
+            words.append(flag if value else "--no-cp-overlap")
+        elif isinstance(value, bool):
+            words += [flag] if value else []
         elif value is not None:
             words += [flag, *map(str, value if isinstance(value, tuple) else [value])]
     return words

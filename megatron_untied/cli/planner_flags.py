@@ -16,6 +16,7 @@ from megatron_untied.cli.flag_values import count, real
 from megatron_untied.cli.validate import problems
 from megatron_untied.config.flag_names import value_name
 from megatron_untied.config.run import RunConfig
+from megatron_untied.planner.automatic import legal_chunks
 from megatron_untied.planner.machine import (
     DEFAULT_GPU,
     DEVICE_RESERVE_GIB,
@@ -25,7 +26,6 @@ from megatron_untied.planner.machine import (
     read_gpus,
     unlisted_gpu,
 )
-from megatron_untied.planner.search import legal_chunks
 
 ASSUMED_FLAGS = {
     "micro_batch_size": ["--micro-batch-size", "1"],
@@ -84,7 +84,7 @@ def parse_plan_request(argv: Sequence[str], description: str | None = None) -> P
         # Divisible over all ranks at every split; the search replaces it.
         shortest = 2 * machine.world_size * given.get("tensor_model_parallel_size", 1)
         words += ["--seq-length", str(shortest)]
-    config = parse_arguments(words, world_size=machine.world_size)
+    config = parse_arguments(words, world_size=machine.world_size, leaves_sizes=True)
     larger = tuple(_more_context_ranks(config, given, machine))
     other_ranks: tuple[RunConfig, ...] = ()
     if own.max_context and "context_parallel_size" not in given:

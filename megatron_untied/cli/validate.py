@@ -76,6 +76,17 @@ def _memory(config: RunConfig) -> Iterator[str]:
             f"--cpu-offloading-num-layers {offloaded} is more than --num-layers {layers}; "
             f"use {layers}, or all"
         )
+    kept, granularity = config.memory.attention_output_layers, config.memory.recompute_granularity
+    if granularity == "full" and kept not in (None, 0):
+        yield (
+            f"--attention-output-layers {kept} keeps attention outputs, and "
+            "--recompute-granularity full recomputes all of them; give selective"
+        )
+    elif kept not in (None, "auto") and kept > layers:
+        yield (
+            f"--attention-output-layers {kept} is more than --num-layers {layers}; use {layers}, "
+            "or leave it out"
+        )
     if config.memory.recompute_num_layers > layers:
         yield (
             f"--recompute-num-layers {config.memory.recompute_num_layers} is more than "

@@ -19,9 +19,9 @@ import torch
 from megatron_untied.cli.planner_flags import parse_plan_request
 from megatron_untied.commands import documentation
 from megatron_untied.phases import MemoryCategory
+from megatron_untied.planner.automatic import choose, is_automatic
 from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
 from megatron_untied.planner.plan import Plan
-from megatron_untied.planner.search import choose, is_automatic
 from megatron_untied.platform import device
 
 NO_LIMIT = float("inf")

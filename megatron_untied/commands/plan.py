@@ -25,21 +25,21 @@ from megatron_untied.cli.context_flags import context_flags, launch_command, tra
 from megatron_untied.cli.planner_flags import PlanRequest, parse_plan_request
 from megatron_untied.commands import documentation
 from megatron_untied.planner import buffer_table
-from megatron_untied.planner.baselines import METHODS, Setting
-from megatron_untied.planner.longest_context import LongestContext, limit_of, longest_context
-from megatron_untied.planner.machine import GIB
-from megatron_untied.planner.plan import Plan, fits, longest
-from megatron_untied.planner.report import as_json, print_line, print_plan
-from megatron_untied.planner.search import (
+from megatron_untied.planner.automatic import (
     candidates,
     choose,
     describe,
     is_automatic,
     nearest,
-    search,
     settings,
     sizes,
 )
+from megatron_untied.planner.baselines import METHODS, Setting
+from megatron_untied.planner.longest_context import LongestContext, limit_of, longest_context
+from megatron_untied.planner.machine import GIB
+from megatron_untied.planner.plan import Plan, fits, longest
+from megatron_untied.planner.report import as_json, print_line, print_plan
+from megatron_untied.planner.search import search
 
 EXAMPLE = "--model llama3-8b --bf16 --gpus-per-node 8 --max-context"
 

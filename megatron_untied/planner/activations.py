@@ -179,17 +179,16 @@ class StreamedActivations:
         """On the device when the forward of ``layer`` ends."""
         return self._on_device(
             inputs=[i for i in range(layer + 1) if self.policy.layers[i].saves_input],
-            outputs=range(layer + 1) if self.policy.selective else (),
+            outputs=[i for i in range(layer + 1) if self.policy.layers[i].keeps_output],
         )
 
     def kept_backward(self, layer: int) -> Bytes:
         """On the device when the backward of ``layer`` begins, with its group recomputed."""
         first = self.policy.layers[layer].group[0]
-        group = range(first, layer + 1)
-        earlier = [i for i in range(first) if self.policy.layers[i].saves_input]
+        earlier, group = self.policy.layers[:first], range(first, layer + 1)
         return self._on_device(
-            inputs=[*earlier, *group],
-            outputs=range(layer + 1) if self.policy.selective else group,
+            inputs=[*(i for i, each in enumerate(earlier) if each.saves_input), *group],
+            outputs=[*(i for i, each in enumerate(earlier) if each.keeps_output), *group],
         )
 
     def _on_device(self, inputs: Sequence[int], outputs: Sequence[int]) -> Bytes:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_untied.config.run import OptimizationConfig, RunConfig
+from megatron_untied.planner.automatic import legal_chunks
 from megatron_untied.planner.plan import Plan, fits, length_step
-from megatron_untied.planner.search import legal_chunks
 
 _TILES = (8192, 2048)
 """Tokens of a tile: smaller ones save little and leave the GPU idle."""

@@ -1,15 +1,20 @@
-"""Settings that make a run fit: those for "auto", and flags that trade time for memory."""
+"""Flags that make a run fit: those that trade time for memory."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_untied.config import MemoryConfig
 from megatron_untied.config.run import RunConfig
-from megatron_untied.context_parallel.head_schedule import legal_heads_per_chunk
-from megatron_untied.planner.machine import GIB, Machine
-from megatron_untied.planner.plan import Plan, fits, peak_bytes
+from megatron_untied.planner.automatic import (
+    OPEN,
+    choose,
+    legal_chunks,
+    needs_streamed_layers,
+)
+from megatron_untied.planner.geometry import by_sizes
+from megatron_untied.planner.plan import Plan, fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,8 @@ def search(plan: Plan) -> tuple[list[str], Plan] | None:
     Of equally fast plans it is the one with the fewest changes. A setting of ``plan`` that is
     "auto" stays so: the plan returned is the one that a run with these flags chooses.
     """
+    given = plan.config
+    plan = replace(plan, config=by_sizes(given))
     options = _options(plan.config)
     quick = replace(plan, every_layer=False)
     candidates = []
@@ -53,33 +60,19 @@ def search(plan: Plan) -> tuple[list[str], Plan] | None:
         if not fits(candidate, with_host=False):
             too_large.append(places)
         elif candidate.fits_host:
-            return flags, choose(_with_auto_of(plan.config, candidate.config), plan.machine)
+            return flags, choose(_with_auto_of(given, candidate.config), plan.machine)
     return None
 
 
 def _with_auto_of(given: RunConfig, found: RunConfig) -> RunConfig:
     """``found`` with "auto" wherever ``given`` has it."""
-    parallel, memory = found.parallel, found.memory
-    if given.parallel.heads_per_chunk == "auto":
-        parallel = replace(parallel, heads_per_chunk="auto")
-    if given.memory.recompute_granularity == "auto":
-        memory = replace(memory, recompute_granularity="auto")
-    return replace(found, parallel=parallel, memory=memory)
-
-
-def needs_streamed_layers(memory: MemoryConfig) -> bool:
-    """Whether ``memory`` has settings that only layers with recomputation take."""
-    return bool(
-        memory.cpu_offloading_num_layers
-        or memory.park_during_attention
-        or memory.recompute_num_layers > 1
-    )
-
-
-def legal_chunks(config: RunConfig) -> list[int]:
-    """Every value of ``--cp-heads-per-chunk``, smallest first."""
-    heads = config.model.num_attention_heads // config.parallel.tensor_model_parallel_size
-    return legal_heads_per_chunk(heads, config.parallel.num_ulysses_and_ring[0])
+    settled = by_sizes(given)
+    for part, name in OPEN:
+        was, start, is_now = (getattr(getattr(x, part), name) for x in (given, settled, found))
+        # One that sizes gave and that a flag changes is no longer open.
+        if was == "auto" and start in ("auto", is_now):
+            found = replace(found, **{part: replace(getattr(found, part), **{name: "auto"})})
+    return found
 
 
 def _options(config: RunConfig) -> list[list[Change]]:
@@ -155,80 +148,3 @@ def _more_sharding(config: RunConfig) -> Iterator[Change]:
             values=values | {"optimizer_cpu_offload": True},
             flags=offload if optimization.use_torch_fsdp2 else f"{flags} {offload}",
         )
-
-
-def is_automatic(config: RunConfig) -> bool:
-    """Whether a value is left to the planner."""
-    return "auto" in (config.parallel.heads_per_chunk, config.memory.recompute_granularity)
-
-
-def choose(config: RunConfig, machine: Machine) -> Plan:
-    """The plan of ``config`` with the fastest values that fit in place of "auto".
-
-    Raises:
-        ValueError: if none fits, with the smallest peak and the memory that there is.
-    """
-    plans = [Plan(each, machine, every_layer=False) for each in candidates(config, machine)]
-    # A sequence that the kernel cannot index with these heads per chunk does not fit either.
-    fitting = (plan for plan in sorted(plans, key=lambda plan: plan.time.seconds) if fits(plan))
-    chosen = next(fitting, None)
-    if chosen is not None:
-        return replace(chosen, every_layer=True)
-    least = nearest(plans)
-    raise ValueError(
-        f"no automatic setting fits: the nearest takes {least.peak.num_bytes / GIB:.1f} of "
-        f"{machine.device_bytes / GIB:.1f} GiB per GPU and {least.host.total() / GIB:.1f} of "
-        f"{machine.host_bytes / GIB:.1f} GiB of host memory per rank; tools/plan_memory.py lists "
-        "other flags that make it fit"
-    )
-
-
-def nearest(plans: Sequence[Plan]) -> Plan:
-    """Of plans that do not fit, the one that lacks the fewest bytes of GPU and host together."""
-
-    def lacking(plan: Plan) -> float:
-        on_host = plan.host.total() - plan.machine.host_bytes
-        return max(0, peak_bytes(plan) - plan.machine.device_bytes) + max(0, on_host)
-
-    return min(plans, key=lambda plan: (lacking(plan), peak_bytes(plan)))
-
-
-def candidates(config: RunConfig, machine: Machine) -> Iterator[RunConfig]:
-    """``config`` with every value that "auto" may become; larger chunks first."""
-    parallel, memory = config.parallel, config.memory
-    chunks, granularities = [parallel.heads_per_chunk], [memory.recompute_granularity]
-    if chunks == ["auto"]:
-        chunks = legal_chunks(config)[::-1]
-    if granularities == ["auto"]:
-        plain = [] if needs_streamed_layers(memory) else [None]
-        granularities = [*plain, "selective", "full"]
-    for granularity, heads_per_chunk in itertools.product(granularities, chunks):
-        yield replace(
-            config,
-            parallel=replace(parallel, heads_per_chunk=heads_per_chunk),
-            memory=replace(memory, recompute_granularity=granularity),
-        )
-
-
-def describe(plan: Plan) -> str:
-    """One line on what was chosen, in flags."""
-    found = "planned" if plan.fits else "no automatic setting fits, the nearest is"
-    assumed = f" | assumed: {plan.machine.gpu.assumed}" if plan.machine.gpu.assumed else ""
-    return f"{found}: {settings(plan)} | {sizes(plan)}{assumed}"
-
-
-def settings(plan: Plan) -> str:
-    """The settings that may be automatic."""
-    granularity = plan.config.memory.recompute_granularity
-    recompute = f"--recompute-granularity {granularity}" if granularity else "no recomputation"
-    return f"--cp-heads-per-chunk {plan.config.parallel.heads_per_chunk}, {recompute}"
-
-
-def sizes(plan: Plan) -> str:
-    """The peak and the host memory, with what there is after the reserve."""
-    machine = plan.machine
-    return (
-        f"{plan.peak.num_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB per GPU, "
-        f"{plan.host.total() / GIB:.1f} of {machine.host_bytes / GIB:.1f} GiB of host memory per "
-        "rank"
-    )

@@ -14,8 +14,8 @@ from megatron_untied.context_parallel.kernels.flash_attention import (
     TorchFlash,
 )
 from megatron_untied.context_parallel.kernels.split_calls import Shape, split_calls
+from megatron_untied.planner.automatic import candidates, choose, describe, is_automatic, nearest
 from megatron_untied.planner.plan import Plan
-from megatron_untied.planner.search import candidates, choose, describe, is_automatic, nearest
 from tests.support.planning import machine, run_config
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_run import train

@@ -57,7 +57,7 @@ from megatron_untied.config.run import (
     ScheduleConfig,
 )
 from megatron_untied.flops import slow_step_seconds
-from megatron_untied.planner.automatic import is_automatic
+from megatron_untied.planner.automatic import SAVED, is_automatic
 from megatron_untied.planner.geometry import by_sizes
 from megatron_untied.platform import device
 from megatron_untied.presets import read_preset
@@ -149,7 +149,7 @@ def parse_arguments(
         ParallelConfig, values, hierarchical_context_parallel_sizes=sizes and tuple(sizes)
     )
     model = _model(given, values, data)  # reads the tokenizer, and perhaps a checkpoint
-    memory = _memory(values, model)
+    memory = _memory(given, values, model)
     batch = _batch(values, parallel, world_size)
     config = RunConfig(
         model=model,
@@ -270,10 +270,13 @@ def _model(given: Values, values: Values, data: DataConfig) -> ModelConfig:
     return replace(model, vocab_size=model_vocab_size(values, data, stored_rows))
 
 
-def _memory(values: Values, model: ModelConfig) -> MemoryConfig:
-    offloaded = values["cpu_offloading_num_layers"]
+def _memory(given: Values, values: Values, model: ModelConfig) -> MemoryConfig:
+    opened = {}
+    if values["recompute_granularity"] == "auto":  # and what is not given of its settings
+        opened = {name: "auto" for _, name in SAVED if name not in given}
+    offloaded = opened.get("cpu_offloading_num_layers", values["cpu_offloading_num_layers"])
     num_layers = model.num_layers if offloaded == "all" else offloaded
-    return _take(MemoryConfig, values, cpu_offloading_num_layers=num_layers)
+    return _take(MemoryConfig, values, **opened | {"cpu_offloading_num_layers": num_layers})
 
 
 def _batch(values: Values, parallel: ParallelConfig, world_size: int) -> BatchConfig:

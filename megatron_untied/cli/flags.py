@@ -242,7 +242,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag(
             "--recompute-granularity",
             choices=["full", "selective", "auto"],
-            help="stream layers and recompute them; selective keeps attention; auto: what fits",
+            help="stream layers and recompute them; selective keeps attention; auto: what fits, as "
+            "is then what is not given of the settings of streamed layers",
         ),
         flag(
             "--attention-output-layers",
@@ -251,7 +252,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             help="selective: keep attention in the last N layers (all) and recompute it in others",
         ),
         flag("--recompute-method", choices=["uniform"], help="checkpoint groups of equal size"),
-        flag("--recompute-num-layers", count, 1, help="layers per checkpoint group"),
+        flag(
+            "--recompute-num-layers",
+            all_or(count, "auto"),
+            1,
+            metavar="K|auto",
+            help="layers per checkpoint group",
+        ),
         flag(
             "--sequence-tile-size",
             all_or(tokens, "auto"),
@@ -261,9 +268,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         flag(
             "--cpu-offloading-num-layers",
-            all_or(index, "all"),
+            all_or(index, "all", "auto"),
             0,
-            metavar="N|all",
+            metavar="N|all|auto",
             help="layers whose saved activations are offloaded to the host",
         ),
         switch("--park-during-attention", "keep the residual, its gradient, dK and dV on the host"),

@@ -71,7 +71,7 @@ def _yarn(rotary: RotaryConfig) -> Iterator[str]:
 
 def _memory(config: RunConfig) -> Iterator[str]:
     offloaded, layers = config.memory.cpu_offloading_num_layers, config.model.num_layers
-    if offloaded > layers:
+    if offloaded != "auto" and offloaded > layers:
         yield (
             f"--cpu-offloading-num-layers {offloaded} is more than --num-layers {layers}; "
             f"use {layers}, or all"
@@ -87,9 +87,10 @@ def _memory(config: RunConfig) -> Iterator[str]:
             f"--attention-output-layers {kept} is more than --num-layers {layers}; use {layers}, "
             "or leave it out"
         )
-    if config.memory.recompute_num_layers > layers:
+    group = config.memory.recompute_num_layers
+    if group != "auto" and group > layers:
         yield (
-            f"--recompute-num-layers {config.memory.recompute_num_layers} is more than "
+            f"--recompute-num-layers {group} is more than "
             f"--num-layers {layers}; use {layers} to keep the input of the first layer only"
         )
 

@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -26,20 +25,25 @@ from megatron_untied.cli.planner_flags import PlanRequest, parse_plan_request
 from megatron_untied.commands import documentation
 from megatron_untied.planner import buffer_table
 from megatron_untied.planner.automatic import (
-    candidates,
-    choose,
     describe,
     is_automatic,
     nearest,
+    ranked,
     settings,
     sizes,
 )
 from megatron_untied.planner.baselines import METHODS, Setting
-from megatron_untied.planner.longest_context import LongestContext, limit_of, longest_context
 from megatron_untied.planner.machine import GIB
-from megatron_untied.planner.plan import Plan, fits, longest
+from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.report import as_json, print_line, print_plan
-from megatron_untied.planner.search import search
+from megatron_untied.planner.search import (
+    LongestContext,
+    limit_of,
+    longest_context,
+    longest_open,
+    search,
+    with_unlimited_host,
+)
 
 EXAMPLE = "--model llama3-8b --bf16 --gpus-per-node 8 --max-context"
 
@@ -102,8 +106,8 @@ def plan_of(request: PlanRequest) -> Plan:
     config, machine = request.config, request.machine
     if not is_automatic(config):
         return Plan(config, machine)
-    plans = [Plan(candidate, machine) for candidate in candidates(config, machine)]
-    return choose(config, machine) if any(map(fits, plans)) else nearest(plans)
+    found = ranked(config, machine, only_fastest=True)
+    return found[0] if found else nearest(config, machine)
 
 
 FAR_SLOWER = 0.9
@@ -150,20 +154,16 @@ def report_longest(
     request: PlanRequest, best: LongestContext | None, console: Console
 ) -> dict[str, object]:
     """Print the longest contexts: with the flags that were given, and with the best ones."""
-    # With "auto" every length may have other settings, so the longest of all of them counts.
-    configs = candidates(request.config, request.machine)
-    plans = [Plan(config, request.machine) for config in configs]
-    on_device, (tokens, plan) = (
-        max(((longest(plan, with_host=host), plan) for plan in plans), key=itemgetter(0))
-        for host in (False, True)
-    )
-    limit = limit_of(plan, tokens)
+    given = Plan(request.config, request.machine, every_layer=False)
+    tokens, _ = longest_open([given])
+    on_device, _ = longest_open([with_unlimited_host(given)])
+    limit = limit_of([given], tokens)
     print_line(
         console,
         f"longest context with these flags: {tokens:,} tokens, limited by {limit}; "
-        f"{on_device[0]:,} if the host had no limit",
+        f"{on_device:,} if the host had no limit",
     )
-    found = {"tokens": tokens, "tokens_without_host_limit": on_device[0], "limit": limit}
+    found = {"tokens": tokens, "tokens_without_host_limit": on_device, "limit": limit}
     if best is None:
         print_line(console, "longest context with the best flags: none fits")
         return found | {"best": None}

@@ -107,15 +107,16 @@ class MemoryConfig:
 
     recompute_granularity: Literal["full", "selective", "auto"] | None = None
     """None: ordinary autograd. full: save the layer input. selective: also save the attention
-    output and its log-sum-exp, so attention is not recomputed. "auto" is chosen by the planner."""
+    output and its log-sum-exp, so attention is not recomputed. "auto", here and in the next four,
+    is chosen by the planner."""
     attention_output_layers: int | Literal["auto"] | None = None
     """selective: layers, from the last one backwards, that save the attention output; None is all.
     The backward of others recomputes attention, in memory that the last layers' backward left."""
-    recompute_num_layers: int = 1
+    recompute_num_layers: int | Literal["auto"] = 1
     """Layers per checkpoint group, of which only the first input is saved."""
-    cpu_offloading_num_layers: int = 0
+    cpu_offloading_num_layers: int | Literal["auto"] = 0
     """Layers whose saved activations are offloaded to the host."""
-    park_during_attention: bool = False
+    park_during_attention: bool | Literal["auto"] = False
     """Keep the residual, its gradient, attention outputs and dK and dV on the host, from where they
     pass the device by tiles and by chunks of heads."""
     sequence_tile_size: int | Literal["auto"] = 8192

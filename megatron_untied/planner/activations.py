@@ -39,6 +39,10 @@ def attention_sizes(geometry: Geometry, rank: int) -> Sizes:
     )
 
 
+# A search plans thousands of settings, which share the buffers of few.
+_taken: dict[tuple, dict] = {}
+
+
 def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
     """The plan of a Ulysses rank's streamed layers; ``host_bytes()`` is its host arena."""
     memory = geometry.config.memory
@@ -50,7 +54,10 @@ def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
         tile_rows=geometry.tile_tokens // geometry.num_token_parts // geometry.b,
         loss_tokens=geometry.loss_tokens,
     )
-    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers))
+    known = (id(geometry.schedule), rank, geometry.n, geometry.b, geometry.d, geometry.num_ring)
+    known += (sizes.attention.dtype, *sizes.residual, sizes.tile_size, sizes.tile_rows)
+    taken = _taken.setdefault((*known, sizes.loss_tokens), {})
+    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers), taken)
 
 
 def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ...]]:

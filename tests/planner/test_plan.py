@@ -176,7 +176,7 @@ def test_limits_leave_a_reserve():
     assert here.host_bytes == (2048 // 8 - 2) * GIB
 
 
-SIZES = "--model {} --seq-length {} --context-parallel-size 8 --bf16 --recompute-granularity full"
+SIZES = "--seq-length {1} --context-parallel-size 8 --bf16 --recompute-granularity full --model {0}"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ from megatron_untied.cli.planner_flags import PlanRequest, parse_plan_request
 from megatron_untied.commands import documentation
 from megatron_untied.planner import buffer_table
 from megatron_untied.planner.automatic import (
+    OPEN,
     describe,
+    flags_of,
     is_automatic,
     nearest,
     ranked,
@@ -86,6 +88,8 @@ def answer(request: PlanRequest) -> int:
         longest_found = report_longest(request, best, console)
     print_plan(plan, console)
     found = as_json(plan)
+    if request.tune:
+        found["tuned"] = report_tuned(request, console)
     if request.buffers:
         buffer_table.print_buffers(plan, console)
         found["buffers"] = buffer_table.as_json(plan)
@@ -183,6 +187,27 @@ def report_longest(
         "step_seconds": seconds,
     }
     return found | {"best": best_found}
+
+
+def report_tuned(request: PlanRequest, console: Console) -> list[dict[str, object]]:
+    """Print the plans that fit, fastest first: one for every way to save activations."""
+    plans = ranked(request.config, request.machine)
+    print_line(console, f"plans that fit, fastest first: {len(plans)}")
+    for plan in plans:
+        print_line(
+            console,
+            f"{plan.time.seconds:12,.1f} s per step  {plan.peak.num_bytes / GIB:6.1f} GiB per GPU "
+            f"{plan.host.total() / GIB:7.1f} GiB of host memory per rank  {settings(plan)}",
+        )
+    return [
+        {
+            "step_seconds": plan.time.seconds,
+            "peak_bytes": plan.peak.num_bytes,
+            "host_bytes": plan.host.total(),
+            "flags": flags_of(plan.config, OPEN),
+        }
+        for plan in plans
+    ]
 
 
 def report_methods(plan: Plan, console: Console) -> dict[str, float]:

@@ -36,8 +36,6 @@ SAVED = (
 OPEN = SIZES + SAVED
 """Parts and fields of a configuration that may be "auto"."""
 _WITHOUT_MACHINE = ("cp_overlap", "sequence_tile_size", "loss_chunk_size")
-_GROUP_SIZES = (1, 2, 3, 4, 6, 8)
-"""Layers of a checkpoint group. Larger groups take more for themselves than inputs would."""
 
 
 def is_automatic(config: RunConfig) -> bool:
@@ -143,7 +141,8 @@ def ways_to_save(plan: Plan) -> list[Plan]:
     memory, layers = plan.config.memory, plan.config.model.num_layers
     given, sizes = memory.recompute_granularity, [memory.recompute_num_layers]
     if sizes == ["auto"]:
-        sizes = [size for size in _GROUP_SIZES if size <= layers]
+        # Inputs of groups, and of the layers of one group, are fewest at the square root.
+        sizes = sorted({size for size in (1, 2, 4, math.isqrt(layers - 1) + 1) if size <= layers})
     park = memory.park_during_attention
     parks = [False, True] if park == "auto" else [park]
     ways = []
@@ -249,7 +248,8 @@ def _fits_with_least(way: Plan) -> bool:
     """Whether ``way`` fits with the smallest sizes, and no outputs kept or all."""
     least = _sizes(way)[-1][1]
     # An output that is recomputed may take more of the device than one that is kept on the host.
-    return any(with_fewest_on_host(_kept(least, kept)) is not None for kept in (0, None))
+    kinds = (0, None) if way.config.memory.park_during_attention else (0,)
+    return any(with_fewest_on_host(_kept(least, x), any_number=True) is not None for x in kinds)
 
 
 def _kept(plan: Plan, kept: int | None) -> Plan:
@@ -279,8 +279,7 @@ def _with_most_kept(plan: Plan) -> Plan | None:
     best = with_fewest_on_host(_kept(plan, None))
     if best is not None or plan.config.memory.attention_output_layers != "auto":
         return best
-    best = with_fewest_on_host(_kept(plan, 0))
-    if best is None:
+    if with_fewest_on_host(_kept(plan, 0), any_number=True) is None:
         return None
     low, high = 0, plan.config.model.num_layers
     # Where every layer is on the host its bytes are a line, and this the last that fits.
@@ -291,22 +290,24 @@ def _with_most_kept(plan: Plan) -> Plan | None:
         middle = next(guesses, (low + high) // 2)
         if not low < middle < high:
             continue
-        placed = with_fewest_on_host(_kept(plan, middle))
-        if placed is None:
-            high = middle
-        else:
-            low, best = middle, placed
-    return best
+        fit = with_fewest_on_host(_kept(plan, middle), any_number=True) is not None
+        low, high = (middle, high) if fit else (low, middle)
+    return with_fewest_on_host(_kept(plan, low))
 
 
-def with_fewest_on_host(plan: Plan) -> Plan | None:
-    """``plan`` with as few layers on the host as the GPU needs, if open; None: none fits."""
+def with_fewest_on_host(plan: Plan, *, any_number: bool = False) -> Plan | None:
+    """``plan`` with as few layers on the host as the GPU needs, if open; None: none fits.
+
+    ``any_number``: all of them, if that fits, which is known at once.
+    """
     if plan.config.memory.cpu_offloading_num_layers != "auto":
         return plan if fits(plan) else None
     layers = plan.config.model.num_layers
     none, every = _placed(plan, on_host=0), _placed(plan, on_host=layers)
     if not fits(every, with_host=False):
         return None
+    if any_number and every.fits_host:
+        return every
     if none.fits_device:
         return none if none.fits_host else None
     # ``more`` with ``high`` layers on the host fits the device, ``fewer`` with ``low`` does not.

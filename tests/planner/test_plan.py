@@ -91,7 +91,10 @@ def test_what_the_host_takes():
     made = plan()
     tokens, layers = 1048576 // 8, 32
     assert made.host[MemoryCategory.KEPT] == layers * tokens * (2 * 4096 * 2 + 32 * 4)
-    assert made.host[MemoryCategory.LOADER] == 2 * 2 * 28 * 1048576
+    assert made.host[MemoryCategory.LOADER] == 2 * (2 * 28 * 1048576 + (64 << 20))
+    assert made.host[MemoryCategory.FILE_CACHE] == 4 * 4 * 1048576
+    saving = plan("--save somewhere --save-interval 1")
+    assert saving.host[MemoryCategory.FILE_CACHE] == 4 * 4 * 1048576 + GIB
     grouped = plan("--recompute-num-layers 8")
     assert grouped.host[MemoryCategory.KEPT] < 0.7 * made.host[MemoryCategory.KEPT]
 

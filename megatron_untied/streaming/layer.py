@@ -190,7 +190,7 @@ class _StreamedLayer(torch.autograd.Function):
             # A bf16 leaf takes the fp32 sums as they are; autograd would round them first.
             parameter.grad_dtype = accumulation_dtype(parameter.dtype)
         saved = group and group.members[-1]
-        saves_attention = saved is not None and store.policy.selective
+        saves_attention = saved is not None and store.policy.layers[saved.index].keeps_output
         # Not mark_dirty(x): FSDP2 passes x as a view made by a custom Function, which autograd
         # refuses to modify. An alias shares the version counter, so autograd still raises for an
         # operation that saved x for its own backward.

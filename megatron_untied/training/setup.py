@@ -18,16 +18,21 @@ from megatron_untied.data.datasets import Datasets
 from megatron_untied.data.sample_order import describe_samples
 from megatron_untied.model import attention_kernel
 from megatron_untied.phases import Phase
+from megatron_untied.planner.automatic import choose, is_automatic
 from megatron_untied.planner.machine import this_machine
 from megatron_untied.planner.plan import Plan
-from megatron_untied.planner.search import choose, is_automatic
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
 from megatron_untied.step_progress import StepProgress
-from megatron_untied.streaming.disk import require_folders
+from megatron_untied.streaming.disk import ActivationDisk, require_folders
 from megatron_untied.training.exits import SignalWatch, watch_training
 from megatron_untied.training.initialize import Launch, errors_in_one_line, initialize
-from megatron_untied.training.liveness import Heartbeat, PeerProgress, heartbeat_of_setup
+from megatron_untied.training.liveness import (
+    Heartbeat,
+    PeerProgress,
+    heartbeat_of_setup,
+    open_rank_monitor,
+)
 from megatron_untied.training.metrics import require_output_paths
 from megatron_untied.training.rendezvous import (
     gather_in,
@@ -84,6 +89,9 @@ def set_up(
         gather = gather_in(store, launch)
         raise_on_all_ranks(lambda: require_folders(config.memory.activation_disk), gather)
         start = find_agreed_start(config, gather)
+        report_progress = None
+        if config.distributed.enable_ft_package:
+            report_progress = raise_on_all_ranks(open_rank_monitor, gather)
     # A connection of its own per thread: a blocked call would block the others on the same one.
     signals = SignalWatch(store.clone(), launch.rank, advice=lambda: "nothing was trained")
     with errors_in_one_line(), signals:
@@ -97,7 +105,8 @@ def set_up(
             datasets = datasets_provider(config, start.progress)
         progress = StepProgress(device.record_event)  # marks on the stream, without synchronizing
         train_state = build_train_state(model_provider, config, groups, progress)
-        open_activation_disk(train_state, plan or Plan(config, this_machine(groups)))
+        if train_state.disk is not None:
+            open_activation_disk(train_state.disk, plan or Plan(config, this_machine(groups)))
         report = Reporter(config, launch, start=start.progress)
     heartbeat = Heartbeat(
         progress,
@@ -105,6 +114,7 @@ def set_up(
         say=report.say,
         every_seconds=config.logging.heartbeat_seconds,
         timeout_seconds=config.distributed.timeout_minutes * 60,
+        moved=report_progress,
     )
     return Run(
         config=config,
@@ -122,18 +132,16 @@ def set_up(
     )
 
 
-def open_activation_disk(train_state: TrainState, plan: Plan) -> None:
-    """Reserve on the disks what the plan says; collective over all ranks if there are disks.
+def open_activation_disk(disk: ActivationDisk, plan: Plan) -> None:
+    """Reserve on the disks what the plan says; collective over all ranks.
 
     From then on a failing disk ends the step on all ranks, before it updates weights.
 
     Raises:
         OSError: on every rank, if a folder has no room for it.
     """
-    disk = train_state.disk
-    if disk is not None:
-        disk.postpones_failures = True
-        raise_on_all_ranks(lambda: disk.open(plan.activation_disk.rank_bytes))
+    disk.postpones_failures = True
+    raise_on_all_ranks(lambda: disk.open(plan.activation_disk.rank_bytes))
 
 
 def find_agreed_start(config: RunConfig, gather: Gather) -> Start:

@@ -102,7 +102,7 @@ class Plan:
             written_bytes=disk.written_bytes * passes,
             read_bytes=disk.read_bytes * passes,
             step_seconds=self.time.seconds,
-            forward_share=1 / attention_units(self.config.memory),
+            forward_share=1 / attention_units(self.config.memory, self.geometry.num_layers),
         )
 
     @cached_property

@@ -43,6 +43,9 @@ KINDS = {
     "parked groups": {
         "recompute_method": "uniform", "recompute_num_layers": 3, "park_during_attention": True
     },
+    "groups of which one recomputes attention": {
+        "recompute_method": "uniform", "recompute_num_layers": 2, "attention_output_layers": 3
+    },
 }  # fmt: skip
 PART_GIB = 5e-5
 """Room for some of the layers."""

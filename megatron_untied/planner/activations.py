@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_untied.config.parameters import first_layer_with_backward
 from megatron_untied.context_parallel.buffer_plan import (
     BackwardBuffers,
     Buffer,
@@ -41,7 +42,8 @@ def attention_sizes(geometry: Geometry, rank: int) -> Sizes:
 
 def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
     """The plan of a Ulysses rank's streamed layers; ``host_bytes()`` is its host arena."""
-    memory = geometry.config.memory
+    memory, config = geometry.config.memory, geometry.config
+    first = first_layer_with_backward(config.model, config.adaptation)
     own_rows = geometry.residual_tokens // geometry.b
     sizes = LayerSizes(
         attention=attention_sizes(geometry, rank),
@@ -50,7 +52,7 @@ def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
         tile_rows=geometry.tile_tokens // geometry.num_token_parts // geometry.b,
         loss_tokens=geometry.loss_tokens,
     )
-    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers))
+    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers, first))
 
 
 def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ...]]:
@@ -196,7 +198,7 @@ class StreamedActivations:
         """Bytes of the inputs and of the outputs of these layers that are not on the host."""
         geo, policy = self.geometry, self.policy
         num_inputs = sum(not policy.layers[i].input_on_host for i in inputs)
-        layers = [policy.layers[i] for i in outputs]
+        layers = [policy.layers[i] for i in outputs if policy.layers[i].has_backward]
         num_outputs = sum(layer.saves_output and not layer.output_on_host for layer in layers)
         num_lse = sum(not layer.lse_on_host for layer in layers)
         kept = num_inputs * geo.residual_bytes + num_outputs * geo.output_bytes

@@ -119,7 +119,7 @@ class Step(ABC):
         before_loss = self.in_forward + self.kept
         at_loss = before_loss + weights.gathered(Stage.BEFORE_LOSS)
         yield _snapshot(Phase.FORWARD, at_loss, residual)
-        in_loss = before_loss + weights.gathered(Stage.LOSS) + loss_bytes(self.geometry)
+        in_loss = before_loss + weights.gathered(Stage.LOSS) + loss_bytes(self.geometry, units)
         yield _snapshot(Phase.LOSS, in_loss, self.residual_in_loss)
 
         # The reduction of the output matrix' gradient starts while the last layer arrives.
@@ -179,7 +179,8 @@ class Step(ABC):
     def _reduced_before(self, layer: int) -> Unit:
         """The unit whose gradients are being reduced when the backward of ``layer`` begins."""
         units = self.weights.units
-        return units.output if layer + 1 == self.geometry.num_layers else units.layer
+        is_last = layer + 1 == self.geometry.num_layers
+        return units.output if is_last else units.layers[layer + 1].whole
 
 
 class StreamedStep(Step):
@@ -206,25 +207,28 @@ class StreamedStep(Step):
         in_attention = kept.workspace(Phase.ATTENTION_FORWARD, layer)
         in_attention = (*self.residual, *in_attention)
         # Log-sum-exps that stay on the device are already counted with what is kept.
-        is_counted = policy.selective and not policy.layers[layer].lse_on_host
+        is_saved = policy.selective and policy.layers[layer].has_backward
+        is_counted = is_saved and not policy.layers[layer].lse_on_host
         attention = alive + (Bytes() if is_counted else lse)
         yield Phase.ATTENTION_FORWARD, attention + self.tiles.projection, in_attention
         # A chunk is projected before the kernel of the one before it is called, never during it.
         yield Phase.ATTENTION_FORWARD, attention, (*in_attention, kept.kernel.in_forward)
 
-        mlp = alive + self.tiles.mlp_forward + (Bytes() if policy.selective else lse)
+        mlp = alive + self.tiles.mlp_forward + (Bytes() if is_saved else lse)
         in_mlp = kept.workspace(Phase.MLP_FORWARD, layer)
         yield Phase.MLP_FORWARD, mlp, (*self.residual, *in_mlp)
 
     @override
     def layer_backward(self, layer: int) -> Iterator[_LayerPeak]:
         geo, policy, workspace = self.geometry, self.activations.policy, self.activations.workspace
+        if not policy.layers[layer].has_backward:
+            return
         alive = self.around_layer_backward(layer) + self.activations.kept_backward(layer)
         if layer == policy.layers[layer].group[-1]:
             yield from self._recompute_group(layer, alive)
 
         # Gradients of weights are summed over tiles in fp32, those of a first tile are not yet.
-        units = self.weights.units
+        units = self.weights.units.layers[layer]
         mlp_gradients, qkv_gradients = map(full_gradients, (units.output_and_mlp, units.qkv))
         has_sums = geo.num_tiles > 1
         in_mlp = (*self.residual, *workspace(Phase.MLP_BACKWARD, layer))
@@ -254,7 +258,7 @@ class StreamedStep(Step):
         # Afterwards the reduction of the layer's gradients starts, while the next one arrives.
         after = self.in_backward(geo.num_layers - layer)
         after += self.weights.gathered(Stage.AFTER_LAYER_BACKWARD, layer)
-        after += self.weights.reducing(units.layer) + full_gradients(units.layer)
+        after += self.weights.reducing(units.whole) + full_gradients(units.whole)
         after += self.activations.kept_backward(layer - 1) if layer else Bytes()
         yield Phase.BACKWARD, after, self.residual
 

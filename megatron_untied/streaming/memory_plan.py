@@ -87,16 +87,15 @@ class MemoryPlan:
         It frees its memory before the loss, and in backward after the attention of every layer and
         at its end; if the policy parks, also before attention.
         """
-        policy, layers = self.policy, range(len(self.policy.layers))
-        held: Held = {}
-        for layer in layers:
+        policy, held = self.policy, {}
+        for layer in range(len(policy.layers)):
             for phase in (Phase.ATTENTION_FORWARD, Phase.MLP_FORWARD):
                 yield phase, layer, self._take(phase, layer, held)
         held.clear()  # before the loss
         if policy.park:
             loss_tiles = self.sizes.loss_tiles()
             held[loss_tiles.memory] = loss_tiles
-        for layer in reversed(layers):
+        for layer in reversed(policy.with_backward):
             group = policy.layers[layer].group
             for member in group if layer == group[-1] else ():
                 if not policy.selective:
@@ -128,7 +127,7 @@ class MemoryPlan:
             phase,
             passes_rows,
             policy.output_on_host,
-            self.policy.selective if is_forward else policy.saves_output,
+            self.policy.selective and policy.has_backward if is_forward else policy.saves_output,
             parks,
         )
         if kind not in self._taken:
@@ -137,10 +136,10 @@ class MemoryPlan:
 
     def host_bytes(self) -> int:
         """Bytes that the host arena holds after one step."""
-        replay, layers = _HostReplay(self.sizes, self.policy), range(len(self.policy.layers))
-        for layer in layers:
+        replay = _HostReplay(self.sizes, self.policy)
+        for layer in range(len(self.policy.layers)):
             replay.forward(layer)
-        for layer in reversed(layers):
+        for layer in reversed(self.policy.with_backward):
             replay.backward(layer)
         return replay.arena.reserved_bytes
 
@@ -208,8 +207,9 @@ class _HostReplay:
             if self.current is not None:
                 free, self.current = self.current, free
             self.inputs[layer] = free
-        output = self._attend(layer, is_saved=self.policy.selective)
-        if self.policy.selective:
+        is_saved = self.policy.selective and policy.has_backward
+        output = self._attend(layer, is_saved=is_saved)
+        if is_saved:
             self.outputs[layer] = output
         else:
             _release(output)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_untied.config import ModelConfig
-from megatron_untied.hf.names import check_tensors, hf_layouts, qkv_rows
+from megatron_untied.config.parameters import qkv_rows
+from megatron_untied.hf.names import check_tensors, hf_layouts
 from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.sharding.tensor_slice import TensorSlice
 from tests.support.ranks import run_on_ranks

@@ -102,10 +102,12 @@ class AdaptedColumnParallelLinear(ColumnParallelLinear):
     def forward(self, input_: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
         """[n, b, m] or [n/t, b, m] -> [n, b, rows], and the bias if the caller adds it."""
         y, bias = super().forward(input_, *args, **kwargs)
-        for adapter in self.adapters.values():
-            z = F.linear(input_, adapter.lora_A)  # [n, b, r] or [n/t, b, r]
-            z = _for_all_rows(z, self.tp_group, self.sequence_parallel)
-            y = AddLowRank.apply(y, z, adapter.lora_B, adapter.scale, adapter.rows)
+        adapters = self.adapters.values()
+        # In one product: the gradient of the input is then made once, not for each target.
+        z = F.linear(input_, torch.cat([each.lora_A for each in adapters]))  # [n or n/t, b, all r]
+        z = _for_all_rows(z, self.tp_group, self.sequence_parallel)
+        for adapter, its in zip(adapters, z.chunk(len(adapters), -1), strict=True):
+            y = AddLowRank.apply(y, its, adapter.lora_B, adapter.scale, adapter.rows)
         return y, bias
 
 
@@ -160,7 +162,7 @@ class AddLowRank(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         """The gradient of y as it came, and those of z and b."""
         z, b = ctx.saved_tensors
-        flat, flat_z = gradient.flatten(0, -2), z.flatten(0, -2)
+        flat, flat_z = gradient.flatten(0, -2), z.reshape(-1, z.shape[-1])
         # Several runs of rows add to it: fp32, so that no sum is rounded on the way.
         d_z = torch.zeros_like(flat_z, dtype=accumulation_dtype(z.dtype))
         d_b, start = torch.empty_like(b), 0
@@ -180,7 +182,7 @@ def add_low_rank_(
 
     ``rows`` are all of y's by default.
     """
-    flat, flat_z, start = y.flatten(0, -2), z.flatten(0, -2), 0
+    flat, flat_z, start = y.view(-1, y.shape[-1]), z.reshape(-1, z.shape[-1]), 0
     for run in rows or (range(y.shape[-1]),):
         stop = start + len(run)
         flat[:, run.start : run.stop].addmm_(flat_z, b[start:stop].t(), alpha=scale)

@@ -1,5 +1,6 @@
 """Every command of the guides to 1M tokens and to chats, in order, rehearsed with a tiny model."""
 
+import json
 import re
 
 import pytest
@@ -49,5 +50,9 @@ def test_every_command_of_the_guide_to_chats(tmp_path):
     )
     assert len(described) == 2  # by the tool and by the run
     assert re.search(r"iteration +6/ +6 .* lm loss", said)
+    assert "trained |" in said
+    adapters = json.loads((folder / "Llama-3.1-8B-adapters" / "adapter_config.json").read_text())
+    assert (adapters["r"], adapters["lora_alpha"]) == (8, 16.0)
+    assert AutoModelForCausalLM.from_pretrained(folder / "Llama-3.1-8B-merged").num_parameters()
     tokenizer = AutoTokenizer.from_pretrained(folder / "Llama-3.1-8B-chat")
     assert tokenizer.chat_template

@@ -76,6 +76,7 @@ def parameters(
     return {name: Parameter(shape, adaptation.trains(name)) for name, shape in shapes.items()}
 
 
+@cache
 def first_layer_with_backward(model: ModelConfig, adaptation: AdaptationConfig) -> int:
     """The layer at which the backward pass ends, counted from 0; all of them if no layer has one.
 

@@ -85,28 +85,19 @@ class ParameterUnits:
     output: Unit
     """Without parameters if the embedding is the output matrix too."""
     rest: Unit
+    all: tuple[Unit, ...]
+    """In the order of a forward, every layer by itself."""
     is_tied: bool
     """Whether the embedding is the output matrix too."""
+    numel: int
+    """Parameters of this rank."""
+    trained_numel: int
+    """Of those, the trained ones."""
 
     @property
     def layer(self) -> Unit:
         """A layer, where it does not matter what is trained."""
         return self.layers[0].whole
-
-    @property
-    def all(self) -> tuple[Unit, ...]:
-        """In the order of a forward, every layer by itself."""
-        return (self.embedding, *(its.whole for its in self.layers), self.output, self.rest)
-
-    @property
-    def numel(self) -> int:
-        """Parameters of this rank."""
-        return sum(unit.numel for unit in self.all)
-
-    @property
-    def trained_numel(self) -> int:
-        """Of those, the trained ones."""
-        return sum(unit.trained_numel for unit in self.all)
 
 
 @cache
@@ -121,17 +112,23 @@ def parameter_units(
         if name.startswith("decoder.layers."):
             number, part = name.removeprefix("decoder.layers.").split(".", 1)
             layers[int(number)][not part.startswith(BEFORE_ATTENTION)].append(parameter)
-    output = [found[OUTPUT]] if OUTPUT in found else []
-    norm = [its for name, its in found.items() if name.startswith("decoder.final_layernorm.")]
+    units = tuple(
+        LayerUnits(Unit.of(before), Unit.of(after), Unit.of([*before, *after]))
+        for before, after in layers
+    )
+    embedding = Unit.of([found[EMBEDDING]])
+    output = Unit.of([found[OUTPUT]] if OUTPUT in found else [])
+    rest = Unit.of(its for n, its in found.items() if n.startswith("decoder.final_layernorm."))
+    everything = (embedding, *(its.whole for its in units), output, rest)
     return ParameterUnits(
-        layers=tuple(
-            LayerUnits(Unit.of(before), Unit.of(after), Unit.of([*before, *after]))
-            for before, after in layers
-        ),
-        embedding=Unit.of([found[EMBEDDING]]),
-        output=Unit.of(output),
-        rest=Unit.of(norm),
-        is_tied=not output,
+        layers=units,
+        embedding=embedding,
+        output=output,
+        rest=rest,
+        all=everything,
+        is_tied=OUTPUT not in found,
+        numel=sum(unit.numel for unit in everything),
+        trained_numel=sum(unit.trained_numel for unit in everything),
     )
 
 

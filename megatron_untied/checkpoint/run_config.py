@@ -63,7 +63,7 @@ def read_model_config(directory: str | Path, iteration: int | None = None) -> Mo
     """
     folder = find_checkpoint(Path(directory), iteration)
     if folder is None:
-        raise ValueError(f"--use-checkpoint-args: {directory} has no checkpoint; check --load")
+        raise ValueError(f"--use-checkpoint-args: {directory} has no checkpoint; check the path")
     return model_config_of(folder)
 
 

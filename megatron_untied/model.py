@@ -52,6 +52,7 @@ from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.activation_store import ActivationStore
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.streaming.layer import StreamedTransformerLayer, StreamingContext
+from megatron_untied.streaming.projections import UNREAD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,8 +204,9 @@ def layer_spec(
     first_with_backward: int = 0,
 ) -> ModuleSpec:
     """The streamed layer if layers recompute, else megatron-core's standard one."""
-    submodules = layer_submodules(config, backend, context, adaptation)
-    if memory.recompute_granularity is None:
+    is_streamed = memory.recompute_granularity is not None
+    submodules = layer_submodules(config, backend, context, adaptation, is_streamed=is_streamed)
+    if not is_streamed:
         return ModuleSpec(module=TransformerLayer, submodules=submodules)
     streaming = streaming_context(
         config.num_layers,
@@ -241,6 +243,8 @@ def layer_submodules(
     backend: Backend,
     context: AttentionContext,
     adaptation: AdaptationConfig = TRAIN_ALL,
+    *,
+    is_streamed: bool = False,
 ) -> TransformerLayerSubmodules:
     """Megatron-core's standard layer with our self-attention in its slot.
 
@@ -258,13 +262,19 @@ def layer_submodules(
     up = up if config.gated_linear_unit else {"up_proj": [range(f)]}
     fc1 = adapted(column, up, adaptation)
     fc2 = adapted(row, {"down_proj": [range(m)]}, adaptation)
+    qkv = adapted(column, qkv_rows(h, g, config.kv_channels), adaptation)
+    if is_streamed:
+        # Those without adapters, which add to what they return.
+        fc2 = UNREAD.get(fc2, fc2)
+        if head_norm is None:  # norms of queries and keys read them in backward too
+            qkv = UNREAD.get(qkv, qkv)
     return TransformerLayerSubmodules(
         input_layernorm=backend.norm,
         self_attention=ModuleSpec(
             module=UntiedUlyssesSelfAttention,
             params={"attn_mask_type": AttnMaskType.causal, "context": context},
             submodules=SelfAttentionSubmodules(
-                linear_qkv=adapted(column, qkv_rows(h, g, config.kv_channels), adaptation),
+                linear_qkv=qkv,
                 core_attention=NoCoreAttention,
                 linear_proj=adapted(row, {"o_proj": [range(m)]}, adaptation),
                 q_layernorm=head_norm,

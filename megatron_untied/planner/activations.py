@@ -40,6 +40,10 @@ def attention_sizes(geometry: Geometry, rank: int) -> Sizes:
     )
 
 
+# A search plans thousands of settings, which share the buffers of few.
+_taken: dict[tuple, dict] = {}
+
+
 def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
     """The plan of a Ulysses rank's streamed layers; ``host_bytes()`` is its host arena."""
     memory, config = geometry.config.memory, geometry.config
@@ -52,7 +56,10 @@ def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
         tile_rows=geometry.tile_tokens // geometry.num_token_parts // geometry.b,
         loss_tokens=geometry.loss_tokens,
     )
-    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers, first))
+    known = (id(geometry.schedule), rank, geometry.n, geometry.b, geometry.d, geometry.num_ring)
+    known += (sizes.attention.dtype, *sizes.residual, sizes.tile_size, sizes.tile_rows)
+    taken = _taken.setdefault((*known, sizes.loss_tokens), {})
+    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers, first), taken)
 
 
 def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ...]]:
@@ -181,24 +188,23 @@ class StreamedActivations:
         """On the device when the forward of ``layer`` ends."""
         return self._on_device(
             inputs=[i for i in range(layer + 1) if self.policy.layers[i].saves_input],
-            outputs=range(layer + 1) if self.policy.selective else (),
+            outputs=[i for i in range(layer + 1) if self.policy.layers[i].keeps_output],
         )
 
     def kept_backward(self, layer: int) -> Bytes:
         """On the device when the backward of ``layer`` begins, with its group recomputed."""
         first = self.policy.layers[layer].group[0]
-        group = range(first, layer + 1)
-        earlier = [i for i in range(first) if self.policy.layers[i].saves_input]
+        earlier, group = self.policy.layers[:first], range(first, layer + 1)
         return self._on_device(
-            inputs=[*earlier, *group],
-            outputs=range(layer + 1) if self.policy.selective else group,
+            inputs=[*(i for i, each in enumerate(earlier) if each.saves_input), *group],
+            outputs=[*(i for i, each in enumerate(earlier) if each.keeps_output), *group],
         )
 
     def _on_device(self, inputs: Sequence[int], outputs: Sequence[int]) -> Bytes:
         """Bytes of the inputs and of the outputs of these layers that are not on the host."""
         geo, policy = self.geometry, self.policy
         num_inputs = sum(not policy.layers[i].input_on_host for i in inputs)
-        layers = [policy.layers[i] for i in outputs if policy.layers[i].has_backward]
+        layers = [policy.layers[i] for i in outputs]
         num_outputs = sum(layer.saves_output and not layer.output_on_host for layer in layers)
         num_lse = sum(not layer.lse_on_host for layer in layers)
         kept = num_inputs * geo.residual_bytes + num_outputs * geo.output_bytes

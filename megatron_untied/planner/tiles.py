@@ -53,9 +53,13 @@ class Tiles:
         # MLP forward: the peak is where the gate and what it multiplies are there.
         mlp_forward = attended + 2 * own + (5 if model.swiglu else 2) * inner
 
-        # MLP backward: attention's output, y and the layer's output are alive all along, and from
-        # the second tile on the gradients of the tile before.
-        outside = attended + 2 * own + (own + attended if geo.num_tiles > 1 else 0)
+        # A tile's last product is left out in backward, by megatron-core's own linear layers only,
+        # and not where adapters add to it.
+        is_local, targets = geo.config.transformer_impl == "local", geo.config.adaptation.targets
+        # MLP backward: attention's output and y are alive all along, and from the second tile on
+        # the gradients of the tile before.
+        outside = attended + own + (own + attended if geo.num_tiles > 1 else 0)
+        outside += 0 if is_local and not targets("down_proj") else own
         # Of weights: those of the layer that trains the most.
         after_attention = [layer.output_and_mlp for layer in units.layers]
         trained = {shape for unit in after_attention for shape in unit.trained}
@@ -69,13 +73,17 @@ class Tiles:
         mlp_backward_end = outside + attended
         mlp_backward_end += max(unit.trained_numel for unit in after_attention)
 
-        # QKV backward: q, k, v and their gradients beside all that they are made from.
+        # QKV backward: the gradients of q, k, v beside all that these are made from.
         qkv, kv = (geo.tile_tokens * heads * geo.d for heads in (geo.h + 2 * geo.g, 2 * geo.g))
         copied = attended if 1 < geo.g < geo.h else 0  # grouped queries are made contiguous
         # Several ranks' parts of dK and dV meet in fp32 and are converted here.
         converted = kv if geo.schedule.shares_kv_heads and geo.itemsize < 4 else 0
         last_tile = own if geo.num_tiles > 1 else 0
-        qkv_backward = 2 * qkv + copied + attended + converted + last_tile + 2 * own
+        qkv_backward = qkv + attended + converted + last_tile + 2 * own
+        is_adapted = bool(targets("q_proj", "k_proj", "v_proj"))
+        # The norms' backward reads q and k; adapters make a second gradient of the normed tile.
+        if model.qk_layernorm or is_adapted or not is_local:
+            qkv_backward += qkv + copied + own * is_adapted
         qkv_backward += max(layer.qkv.trained_numel for layer in units.layers)
         on_host = geo.config.memory.park_during_attention  # dK and dV: a tile of them is fetched
         if gathers:

@@ -15,9 +15,12 @@ class LayerPolicy:
     has_backward: bool
     """False before the first layer of which something is trained: it saves nothing."""
     saves_input: bool
+    keeps_output: bool
+    """Whether attention output and log-sum-exps are kept from forward to backward; else attention
+    is recomputed."""
     saves_output: bool
-    """Whether attention output and log-sum-exps are saved: always with ``selective``, else while
-    the group is recomputed."""
+    """Whether they are saved at all: those that are kept, and others while the group is
+    recomputed."""
     input_on_host: bool
     """Where the input is, if it is saved."""
     output_on_host: bool
@@ -31,8 +34,6 @@ class LayerPolicy:
 class ActivationPolicy:
     """What the layers of one model save for their backward."""
 
-    selective: bool
-    """Whether attention outputs are saved, and not only inputs."""
     park: bool
     """Whether O, dO, and the sums of dK and dV pass through the host even if nothing is saved."""
     layers: tuple[LayerPolicy, ...]
@@ -48,26 +49,27 @@ class ActivationPolicy:
         cls, memory: MemoryConfig, num_layers: int, first_with_backward: int = 0
     ) -> "ActivationPolicy":
         """The policy of ``num_layers`` layers under the flags in ``memory``."""
-        selective = memory.recompute_granularity == "selective"
-        size = memory.recompute_num_layers
+        size, first_kept = memory.recompute_num_layers, memory.first_kept_output(num_layers)
         layers = []
         for index in range(num_layers):
             has_backward = index >= first_with_backward
             first = index - (index - first_with_backward) % size if has_backward else index
             group = range(first, min(first + size, num_layers) if has_backward else first + 1)
             on_host = has_backward and index < memory.cpu_offloading_num_layers
-            # With full recompute the backward of the group's last layer comes at once: its output
-            # is used without being saved.
-            saves_output = has_backward and (selective or index != group[-1])
+            keeps_output = has_backward and index >= first_kept
+            # The backward of a group's last layer comes at once: an output that is recomputed for
+            # it is used without being saved.
+            saves_output = has_backward and (keeps_output or index != group[-1])
             layers.append(
                 LayerPolicy(
                     group=group,
                     has_backward=has_backward,
                     saves_input=has_backward and index == first,
+                    keeps_output=keeps_output,
                     saves_output=saves_output,
                     input_on_host=on_host,
                     output_on_host=on_host or memory.park_during_attention,
                     lse_on_host=on_host and saves_output,
                 )
             )
-        return cls(selective=selective, park=memory.park_during_attention, layers=tuple(layers))
+        return cls(park=memory.park_during_attention, layers=tuple(layers))

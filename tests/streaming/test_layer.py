@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ def check_equals_autograd(group, config, parallel, memories, adaptation=TRAIN_AL
     plain = make_model(config, parallel, groups=groups, adaptation=adaptation)
     layout = plain.decoder.layers[0].self_attention.context.layout
     expected_loss, expected = loss_and_gradients(plain, data, layout)
+    kept_otherwise = {}
     for memory in memories:
         streamed = make_model(config, parallel, memory, groups=groups, adaptation=adaptation)
         for _ in range(2):  # a second step reuses every buffer
@@ -42,13 +44,18 @@ def check_equals_autograd(group, config, parallel, memories, adaptation=TRAIN_AL
         for name, gradient in gradients.items():
             error = (gradient - expected[name]).abs().max() / expected[name].abs().max()
             assert error < TOLERANCE, f"{name}: {error:.1e} with {memory}"
+        # The same bits whether attention outputs are kept or recomputed.
+        rest = replace(memory, recompute_granularity=None, attention_output_layers=None)
+        others = kept_otherwise.setdefault(rest, gradients)
+        assert all(torch.equal(gradient, others[name]) for name, gradient in gradients.items())
 
 
 def memory_configs():
-    for granularity in ("full", "selective"):
+    for granularity, kept in (("full", None), ("selective", None), ("selective", 2)):
         for every, tile, host, park in ((1, 5, 0, False), (2, 1000, 2, False), (3, 7, 5, True)):
             yield MemoryConfig(
                 recompute_granularity=granularity,
+                attention_output_layers=kept,
                 recompute_num_layers=every,
                 sequence_tile_size=tile,
                 cpu_offloading_num_layers=host,

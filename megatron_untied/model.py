@@ -263,11 +263,11 @@ def layer_submodules(
     fc1 = adapted(column, up, adaptation)
     fc2 = adapted(row, {"down_proj": [range(m)]}, adaptation)
     qkv = adapted(column, qkv_rows(h, g, config.kv_channels), adaptation)
-    if is_streamed:
-        # Those without adapters, which add to what they return.
-        fc2 = UNREAD.get(fc2, fc2)
-        if head_norm is None:  # norms of queries and keys read them in backward too
-            qkv = UNREAD.get(qkv, qkv)
+    # Adapters add to what a layer returns; norms of queries and keys read it in backward too.
+    if is_streamed and fc2 is row:
+        fc2 = UNREAD.get(row, row)
+    if is_streamed and qkv is column and head_norm is None:
+        qkv = UNREAD.get(column, column)
     return TransformerLayerSubmodules(
         input_layernorm=backend.norm,
         self_attention=ModuleSpec(

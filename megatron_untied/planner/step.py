@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from typing_extensions import override
 
+from megatron_untied.config.parameters import first_layer_with_backward
 from megatron_untied.context_parallel.buffer_plan import Buffer
 from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.activations import (
@@ -173,6 +174,9 @@ class Step(ABC):
         layers |= {at // size * size + size - 1 for at in (0, on_host, first_kept)}
         layers |= {at // size * size - 1 for at in (on_host, first_kept)}
         layers |= {num_layers - 2, num_layers - 1}
+        config = self.geometry.config
+        first = first_layer_with_backward(config.model, config.adaptation)
+        layers |= {first, first + 1, first + size - 1}
         return sorted(i for i in layers if 0 <= i < num_layers)
 
     def in_backward(self, num_layers_done: int) -> Bytes:

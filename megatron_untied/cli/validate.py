@@ -76,14 +76,26 @@ def _yarn(rotary: RotaryConfig) -> Iterator[str]:
 
 def _memory(config: RunConfig) -> Iterator[str]:
     offloaded, layers = config.memory.cpu_offloading_num_layers, config.model.num_layers
-    if offloaded > layers:
+    if offloaded != "auto" and offloaded > layers:
         yield (
             f"--cpu-offloading-num-layers {offloaded} is more than --num-layers {layers}; "
             f"use {layers}, or all"
         )
-    if config.memory.recompute_num_layers > layers:
+    kept, granularity = config.memory.attention_output_layers, config.memory.recompute_granularity
+    if granularity == "full" and kept not in (None, 0):
         yield (
-            f"--recompute-num-layers {config.memory.recompute_num_layers} is more than "
+            f"--attention-output-layers {kept} keeps attention outputs, and "
+            "--recompute-granularity full recomputes all of them; give selective"
+        )
+    elif kept not in (None, "auto") and kept > layers:
+        yield (
+            f"--attention-output-layers {kept} is more than --num-layers {layers}; use {layers}, "
+            "or leave it out"
+        )
+    group = config.memory.recompute_num_layers
+    if group != "auto" and group > layers:
+        yield (
+            f"--recompute-num-layers {group} is more than "
             f"--num-layers {layers}; use {layers} to keep the input of the first layer only"
         )
 

@@ -43,7 +43,7 @@ from megatron_untied.streaming.activation_store import (
 )
 from megatron_untied.streaming.projections import (
     StreamedProjections,
-    after_attention,
+    attention_and_mlp,
     queries_keys_values,
 )
 from megatron_untied.streaming.replay import ReplayCheck, layer_checksums, row_checksum
@@ -190,7 +190,7 @@ class _StreamedLayer(torch.autograd.Function):
             # A bf16 leaf takes the fp32 sums as they are; autograd would round them first.
             parameter.grad_dtype = accumulation_dtype(parameter.dtype)
         saved = group and group.members[-1]
-        saves_attention = saved is not None and store.policy.selective
+        saves_attention = saved is not None and store.policy.layers[saved.index].keeps_output
         # Not mark_dirty(x): FSDP2 passes x as a view made by a custom Function, which autograd
         # refuses to modify. An alias shares the version counter, so autograd still raises for an
         # operation that saved x for its own backward.
@@ -265,7 +265,7 @@ def mlp_forward(layer: StreamedTransformerLayer, x: Rows, out: HeadChunks, resul
     """
     tiles = layer.tiles(x.shape[0])
     for tile, (x_tile, y) in zip(tiles, x.updates(tiles, result), strict=True):
-        y.copy_(after_attention(layer, x_tile, out.rows(tile.seen)))  # [t, b, m]
+        torch.add(*attention_and_mlp(layer, x_tile, out.rows(tile.seen)), out=y)  # [t, b, m]
 
 
 def recompute(group: CheckpointGroup, store: ActivationStore) -> SavedLayer:
@@ -350,7 +350,8 @@ def _mlp_backward(
     gradients = gradient.updates(tiles, gradient, "gradient_tiles")
     for tile, x_tile, (g, left) in zip(tiles, x.tiles(tiles), gradients, strict=True):
         inputs = x_tile, out.rows(tile.seen)  # [t, b, m], [t, b, h, d]
-        dx, do = tile_backward(after_attention, layer, inputs, [g], sums, names)
+        # Both addends have the gradient of their sum, which is not computed again.
+        dx, do = tile_backward(attention_and_mlp, layer, inputs, [g, g], sums, names)
         left.copy_(dx)  # of the residual; what comes through q, k, v is added in phase 3
         for rows, part in split_rows(do, tile.seen):
             d_out.write(rows, part)  # [t, b, h, d] -> slots of chunks

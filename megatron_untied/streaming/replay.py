@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_untied.context_parallel.exchange import HeadChunks
 from megatron_untied.dtypes import CHECKSUM_FACTOR, bit_checksum
 from megatron_untied.residual import Rows
-from megatron_untied.streaming.projections import after_attention
+from megatron_untied.streaming.projections import attention_and_mlp
 from megatron_untied.tiling import Tile
 
 VERIFIED = ("input", "attention output", "output")
@@ -50,7 +50,7 @@ class ReplayCheck:
             forward: what :func:`layer_checksums` returned in forward.
         """
         outputs = (
-            after_attention(layer, x_tile, out.rows(tile.seen)).to(x.dtype)
+            torch.add(*attention_and_mlp(layer, x_tile, out.rows(tile.seen))).to(x.dtype)
             for tile, x_tile in zip(tiles, x.tiles(tiles), strict=True)
         )
         again = layer_checksums(row_checksum(x, tiles), out, outputs, tiles)

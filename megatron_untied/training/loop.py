@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from megatron_untied.checkpoint import Progress, describe_loading
 from megatron_untied.config.run import RunConfig
 from megatron_untied.flops import attention_units
+from megatron_untied.planner.automatic import describe
 from megatron_untied.planner.disk import Disk
 from megatron_untied.planner.kernels import describe_kernel, is_planned
 from megatron_untied.planner.machine import this_gpu, this_machine
 from megatron_untied.planner.plan import Plan
-from megatron_untied.planner.search import describe
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
 from megatron_untied.training.exits import EarlyExit, StepDropped
@@ -78,7 +78,7 @@ def pretrain(
         describe = getattr(run.datasets.train, "describe_sample", "sample {}".format)
         guard = StepGuard(train_state.model, config.loop, describe)
         train_batches = batches_of(run.datasets.train, consumed_samples=progress.consumed_samples)
-        step_units = run.layer_passes * attention_units(config.memory)
+        step_units = run.layer_passes * attention_units(config.memory, config.model.num_layers)
         exit_reason = early_exit.signal()  # one may have arrived while loading
         first = progress.iteration + 1
         for iteration in range(first, config.loop.train_iters + 1):

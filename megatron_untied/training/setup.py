@@ -18,9 +18,9 @@ from megatron_untied.data.datasets import Datasets
 from megatron_untied.data.sample_order import describe_samples
 from megatron_untied.model import attention_kernel
 from megatron_untied.phases import Phase
+from megatron_untied.planner.automatic import choose, is_automatic
 from megatron_untied.planner.machine import this_machine
 from megatron_untied.planner.plan import Plan
-from megatron_untied.planner.search import choose, is_automatic
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
 from megatron_untied.step_progress import StepProgress

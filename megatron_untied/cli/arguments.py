@@ -88,6 +88,7 @@ REQUIRED_FLAGS = {
     "sequence_tile_size": "recompute_granularity",
     "cpu_offloading_num_layers": "recompute_granularity",
     "park_during_attention": "recompute_granularity",
+    "verify_recompute": "recompute_granularity",
     "profile_step_start": "profile",
     "profile_step_end": "profile",
     "profile_ranks": "profile",
@@ -329,7 +330,18 @@ def _distributed(values: Values, timeout: float) -> DistributedConfig:
             f"--distributed-timeout-minutes {given} is not above 0 and at most "
             f"{A_YEAR_IN_MINUTES}, a year; use {timeout:.0f}, enough for this step"
         )
-    return DistributedConfig(backend=backend, timeout_minutes=given or timeout)
+    enable_ft_package = values["enable_ft_package"]
+    if enable_ft_package and importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        raise ValueError(
+            "--enable-ft-package needs the package nvidia-resiliency-ext, which is not installed; "
+            "run pip install nvidia-resiliency-ext and start the run with its ft_launcher, or "
+            "leave out the flag and use torchrun --max-restarts"
+        )
+    return DistributedConfig(
+        backend=backend,
+        timeout_minutes=given or timeout,
+        enable_ft_package=enable_ft_package,
+    )
 
 
 def _with_negative_values(argv: Sequence[str]) -> list[str]:

@@ -225,6 +225,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             help="timeout of a collective "
             "(10, or the time of a step at 200 TFLOP/s per GPU if longer)",
         ),
+        switch(
+            "--enable-ft-package",
+            "report progress to nvidia-resiliency-ext; start the run with its ft_launcher",
+        ),
     ),
     "memory and precision": (
         switch(
@@ -395,8 +399,22 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         switch(
             "--no-check-for-nan-in-loss-and-grad",
-            "continue after a loss or gradient that is not finite",
+            "skip a step whose loss or gradient is not finite, instead of ending the run",
             off="check_for_nan",
+        ),
+        switch(
+            "--rerun-on-nan",
+            "run a step that is not finite once more, to tell a flaky device from bad data",
+        ),
+        switch(
+            "--check-for-spiky-loss",
+            "count and report losses of 10 times the largest of the first 100",
+        ),
+        flag(
+            "--verify-recompute",
+            count,
+            metavar="N",
+            help="every N iterations, compare recomputed values with those of forward",
         ),
     ),
     "checkpoint": (
@@ -490,7 +508,6 @@ SWITCHES = frozenset(
 
 NOT_YET: dict[str, str] = {
     # Planned features.
-    "--verify-recompute": "recomputed values are not compared with saved ones yet",
     "--seq-length-schedule": "the sequence length is constant",
     "--attention-backend unfused": "use local, attention by matrix products",
     # Megatron's flags for features that the design excludes.
@@ -507,5 +524,7 @@ NOT_YET: dict[str, str] = {
     "--rotary-interleaved": "pairs are rotated across the halves of a head",
     "--no-rope-freq": "every layer has rotary embedding",
     "--multi-latent-attention": "multi-latent attention is not implemented",
+    "--rerun-mode": "use --rerun-on-nan, which repeats a step that is not finite once",
+    "--check-for-large-grads": "gradients that are not finite end the run; see --clip-grad",
     "--rampup-batch-size": "the batch size is constant",
 }

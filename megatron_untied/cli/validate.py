@@ -45,6 +45,11 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _schedule_of_checkpoint(config.checkpoint)
     if config.loop.skip_train and not config.evaluation.eval_iters:
         yield "--skip-train only evaluates, but --eval-iters is 0; give --eval-iters 1 or more"
+    if config.loop.rerun_on_nan and not config.loop.check_for_nan:
+        yield (
+            "--rerun-on-nan repeats a step before the run ends at it, and "
+            "--no-check-for-nan-in-loss-and-grad skips the step instead; give one of them"
+        )
     yield from _optimizer(config)
     yield from _profiling(config, world_size)
 

@@ -24,6 +24,7 @@ from megatron_untied.planner.weights import (
     Stage,
     Unit,
     full_gradients,
+    lookup_scratch_bytes,
 )
 
 
@@ -131,10 +132,22 @@ class Step(ABC):
             for phase, alive, buffers in self.layer_backward(layer):
                 yield _snapshot(phase, alive, buffers, layer)
 
+        if not self.geometry.config.memory.park_during_attention:  # else summed tile by tile
+            yield _snapshot(Phase.BACKWARD, self._in_lookup_backward(), self.residual_at_ends)
         embedding = weights.gradients(None) - weights.gradients(num_layers)
         lookup_backward = self.in_backward(num_layers) + embedding + weights.embedding_gradient()
         yield _snapshot(Phase.BACKWARD, lookup_backward, self.residual_at_ends)
         yield _snapshot(Phase.OPTIMIZER, self.states + weights.gradients(None))
+
+    def _in_lookup_backward(self) -> Bytes:
+        """In the kernel of the embedding's backward, while the first layer is reduced."""
+        geo, units = self.geometry, self.weights.units
+        num_bytes = geo.itemsize * units.embedding.numel  # what it returns
+        num_bytes += lookup_scratch_bytes(geo.tokens, geo.v, geo.m)
+        if geo.b > 1:  # it takes [b, n, m], contiguous
+            num_bytes += geo.tokens * geo.m * geo.itemsize
+        alive = self.in_backward(geo.num_layers) + self.weights.reduce_buffer(units.layer)
+        return alive + Bytes({MemoryCategory.WEIGHT_GRADIENTS: num_bytes})
 
     @abstractmethod
     def layer_forward(self, layer: int) -> Iterator[_LayerPeak]:

@@ -76,6 +76,8 @@ class SavedLayer:
     x: Rows | None = None  # [n, b, m], or with sequence parallelism [n/t, b, m]
     out: HeadChunks | None = None  # [n, b, h, d]
     lse: StoredLse | None = None
+    checksums: Tensor | None = None
+    """Of what forward computed, int64 [3]; None unless the step is verified (:mod:`.replay`)."""
 
 
 @dataclass(slots=True, eq=False)

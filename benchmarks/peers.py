@@ -12,6 +12,7 @@ system that cannot run here is listed with its error. ``--plot`` draws results t
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -62,13 +63,14 @@ class Ranks:
         """One line of each rank.
 
         Raises:
-            RuntimeError: with the last line that a rank that ended wrote.
+            RuntimeError: with the last error that a rank wrote that ended.
         """
         lines = [process.stdout.readline() for process in self.processes]
         if not all(lines):
-            written = self.errors.read_text().strip().splitlines() or ["no message"]
-            errors = [line for line in written if "Error" in line.split(":")[0]]
-            raise RuntimeError((errors or written)[-1])
+            written = self.errors.read_text()
+            # Torch puts the rank before each line of a traceback.
+            errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]*Error: .*)", written, re.MULTILINE)
+            raise RuntimeError((errors or written.strip().splitlines() or ["no message"])[-1])
         return [json.loads(line) for line in lines]
 
     def step(self) -> Measured:

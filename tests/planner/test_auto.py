@@ -96,14 +96,12 @@ def test_less_memory_means_smaller_chunks():
 def test_less_host_memory_means_that_attention_runs_twice_in_more_layers():
     """8B at 5M tokens in 2, 1 and 0.63 TiB; no memory stays unused, no layer more would fit."""
     config = run_config(LONG + " --cpu-offloading-num-layers 32 --seq-length 5242880")
-    memories = [
-        choose(config, machine(host_memory_gib=gib)).config.memory for gib in (2048, 1024, 640)
-    ]
+    plans = [choose(config, machine(host_memory_gib=gib)) for gib in (2048, 1024, 640)]
+    memories = [plan.config.memory for plan in plans]
     assert memories[0].recompute_granularity == memories[1].recompute_granularity == "selective"
     kept = [32 - memory.first_kept_output(32) for memory in memories]
     assert 32 == kept[0] > kept[1] > kept[2]
-    one_more = replace(memories[1], attention_output_layers=kept[1] + 1)
-    assert not Plan(replace(config, memory=one_more), machine(host_memory_gib=1024)).fits
+    assert not plans[1].with_settings("memory", attention_output_layers=kept[1] + 1).fits
 
 
 def test_short_sequences_need_no_recomputation():

@@ -62,7 +62,7 @@ class Runtime:
     kernel: AttentionKernel | None = None
     """Computes attention."""
     arena: HostArena | None = None
-    """Where streamed layers store what is offloaded to the host."""
+    """Where streamed layers store what is offloaded to the host, and on to disks."""
     progress: StepProgress | None = None
     """Receives the phases of a step; None for a model that another training loop runs."""
 
@@ -90,7 +90,7 @@ def build_model(
         head_width=model.kv_channels,
         window=model.window_size,
     )
-    arena = runtime.arena or HostArena.for_device(current_device())
+    arena = runtime.arena or HostArena.for_device(current_device(), memory)
     backend = choose_backend(transformer_impl, model.normalization)
     config = transformer_config(model, parallel, precision, transformer_impl)
     context = attention_context(model, parallel, groups, kernel, runtime.progress)

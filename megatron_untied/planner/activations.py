@@ -45,7 +45,7 @@ _taken: dict[tuple, dict] = {}
 
 
 def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
-    """The plan of a Ulysses rank's streamed layers; ``host_bytes()`` is its host arena."""
+    """The plan of a Ulysses rank's streamed layers; ``host_arena()`` counts host and disk."""
     memory, config = geometry.config.memory, geometry.config
     first = first_layer_with_backward(config.model, config.adaptation)
     own_rows = geometry.residual_tokens // geometry.b
@@ -59,7 +59,8 @@ def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
     known = (id(geometry.schedule), rank, geometry.n, geometry.b, geometry.d, geometry.num_ring)
     known += (sizes.attention.dtype, *sizes.residual, sizes.tile_size, sizes.tile_rows)
     taken = _taken.setdefault((*known, sizes.loss_tokens), {})
-    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers, first), taken)
+    policy = ActivationPolicy.of(memory, geometry.num_layers, first)
+    return MemoryPlan(sizes, policy, memory, taken)
 
 
 def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ...]]:

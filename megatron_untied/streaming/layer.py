@@ -40,6 +40,7 @@ from megatron_untied.streaming.activation_store import (
     CheckpointGroup,
     SavedLayer,
     StoredLse,
+    fetch,
 )
 from megatron_untied.streaming.projections import (
     StreamedProjections,
@@ -214,6 +215,8 @@ class _StreamedLayer(torch.autograd.Function):
             saved.out, saved.lse = out, lse
         else:
             out.release()
+        if saved is not None:
+            store.complete(saved)
         return result.as_tensor()
 
     @staticmethod
@@ -231,6 +234,7 @@ class _StreamedLayer(torch.autograd.Function):
             rows = Rows(gradient.clone(memory_format=torch.contiguous_format))  # costs 1 H
         # In a group the first call recomputes all layers, the others find theirs complete.
         saved = recompute(group, store)
+        fetch(saved, group.needed_next())  # the latter beside the backward of this layer
         if saved.checksums is not None:
             tiles = layer.tiles(saved.x.shape[0])
             layer.streaming.replay.replay(layer, saved.x, saved.out, tiles, saved.checksums)
@@ -291,12 +295,15 @@ def recompute(group: CheckpointGroup, store: ActivationStore) -> SavedLayer:
                     layer, saved.x, group.sequence, is_saved=is_saved
                 )
         if successor is not None:
+            fetch(saved, successor)
             on_host = store.policy.layers[successor.index].input_on_host
             with allocating(MemoryCategory.KEPT):
                 x = store.rows(saved.x, on_host=on_host)
             with layer.progress.phase(Phase.RECOMPUTE_MLP):
                 mlp_forward(layer, saved.x, saved.out, x)
             successor.x = x
+            for slot in saved.out.host_slots:
+                slot.leave()  # if it is on the disk: its own backward comes later
         if needs_gather and successor is not members[-1]:
             layer.reshard()
     return members.pop()

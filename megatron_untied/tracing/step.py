@@ -53,6 +53,10 @@ class StepTrace:
     """Alive on the device between steps."""
     host_bytes: int
     """Of the host arena of layers, and of an optimizer on the host."""
+    disk_bytes: int
+    """Of saved activations on the disks."""
+    disk_written_bytes: int
+    """To the disks in the step."""
     attention_forward_calls_per_layer: float
     """Forward kernels of a layer's attention in a step over those in its forward: 1 if kept."""
     attention_flops: int
@@ -78,14 +82,14 @@ class StepTracer:
         self.progress = StepProgress()
         self.calls_in_forward = 0
         if fake:
-            self.mode, self.arena = FakeTensorMode(), HostArena.for_tracing()
+            self.mode, self.arena = FakeTensorMode(), HostArena.for_tracing(config.memory)
             self.live = LiveBytes(self.progress, FakeTensorCache(self.mode))
         else:
             self.mode, self.live = (
                 contextlib.nullcontext(),
                 LiveBytes(self.progress, call_with_borrowed_memory),
             )
-            self.arena = HostArena.for_device(current_device())
+            self.arena = HostArena.for_device(current_device(), config.memory)
 
     def run(self, groups: ProcessGroupCollection) -> StepTrace:
         """Build the train state and do one step."""
@@ -154,7 +158,7 @@ class StepTracer:
         return loss
 
     def _result(self, model: nn.Module, model_state_bytes: int) -> StepTrace:
-        counter = self.kernel.counter
+        counter, disk = self.kernel.counter, self.arena.disk
         attention = [module for module in model.modules() if hasattr(module, "ulysses")]
         sent_bytes = sum(module.ulysses.exchange.counter.sent_bytes for module in attention)
         ring = attention[0].context.ring  # one for all layers
@@ -166,6 +170,8 @@ class StepTracer:
             timeline=self.live.timeline,
             model_state_bytes=model_state_bytes,
             host_bytes=self.arena.reserved_bytes + self.live.host_bytes,
+            disk_bytes=disk.reserved_bytes if disk else 0,
+            disk_written_bytes=disk.written_bytes if disk else 0,
             attention_forward_calls_per_layer=counter.forward_calls / self.calls_in_forward,
             attention_flops=counter.flops,
             exchange_bytes_per_layer=sent_bytes // self.config.model.num_layers,

@@ -24,6 +24,7 @@ from megatron_untied.planner.plan import Plan
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
 from megatron_untied.step_progress import StepProgress
+from megatron_untied.streaming.disk import ActivationDisk, require_folders
 from megatron_untied.training.exits import SignalWatch, watch_training
 from megatron_untied.training.initialize import Launch, errors_in_one_line, initialize
 from megatron_untied.training.liveness import (
@@ -85,10 +86,12 @@ def set_up(
         store = open_store(launch)
         require_same_config(config, launch, store)  # first: all that follows depends on flags
         require_on_first_rank(lambda: require_output_paths(config), launch, store)
-        start = find_agreed_start(config, gather_in(store, launch))
+        gather = gather_in(store, launch)
+        raise_on_all_ranks(lambda: require_folders(config.memory.activation_disk), gather)
+        start = find_agreed_start(config, gather)
         report_progress = None
         if config.distributed.enable_ft_package:
-            report_progress = raise_on_all_ranks(open_rank_monitor, gather_in(store, launch))
+            report_progress = raise_on_all_ranks(open_rank_monitor, gather)
     # A connection of its own per thread: a blocked call would block the others on the same one.
     signals = SignalWatch(store.clone(), launch.rank, advice=lambda: "nothing was trained")
     with errors_in_one_line(), signals:
@@ -102,6 +105,8 @@ def set_up(
             datasets = datasets_provider(config, start.progress)
         progress = StepProgress(device.record_event)  # marks on the stream, without synchronizing
         train_state = build_train_state(model_provider, config, groups, progress)
+        if train_state.disk is not None:
+            open_activation_disk(train_state.disk, plan or Plan(config, this_machine(groups)))
         report = Reporter(config, launch, start=start.progress)
     heartbeat = Heartbeat(
         progress,
@@ -125,6 +130,18 @@ def set_up(
         heartbeat=heartbeat,
         layer_passes=config.model.num_layers * config.batch.num_micro_batches(groups.dp.size()),
     )
+
+
+def open_activation_disk(disk: ActivationDisk, plan: Plan) -> None:
+    """Reserve on the disks what the plan says; collective over all ranks.
+
+    From then on a failing disk ends the step on all ranks, before it updates weights.
+
+    Raises:
+        OSError: on every rank, if a folder has no room for it.
+    """
+    disk.postpones_failures = True
+    raise_on_all_ranks(lambda: disk.open(plan.activation_disk.rank_bytes))
 
 
 def find_agreed_start(config: RunConfig, gather: Gather) -> Start:

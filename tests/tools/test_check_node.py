@@ -102,6 +102,19 @@ def test_a_limit_on_locked_memory_does_not_keep_a_run_from_starting(capsys, monk
     assert re.fullmatch(r"warning: this node has 0.1 GiB of pinned .*memlock=-1\n", warning)
 
 
+def test_disks_for_activations_need_folders_with_room(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(check_node, "this_node", lambda: H100_NODE)
+    small = ["--activation-disk", f"{tmp_path}", "--activation-disk-gib", "2"]
+    large = ["--activation-disk", f"{tmp_path},{tmp_path}/missing"]
+    assert check_node.main([*FLAGS, *small]) == 0
+    assert re.search(r"GiB for --activation-disk +needed +16 +here", capsys.readouterr().out)
+    assert check_node.main([*FLAGS, *large]) == 1
+    assert re.search(
+        r"has 0 GiB for --activation-disk, and 480 are needed; give folders that exist on larger",
+        capsys.readouterr().err,
+    )
+
+
 def test_ranks_that_gloo_joins_need_no_gpus(capsys, monkeypatch):
     laptop = Node(host_memory_gib=30, pinned_gib=0.01, shared_memory_gib=15)
     monkeypatch.setattr(check_node, "this_node", lambda: laptop)

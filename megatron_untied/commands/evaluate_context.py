@@ -174,6 +174,8 @@ def evaluate(
         )
         # Before the model, which may take minutes to load.
         places = held_out.long(s)[: request.num_documents] if "documents" in request.tasks else []
+        for task in set(request.tasks) & {"passkey", "needles"}:
+            samples.check(task)
     evaluated, heartbeat = set_up_evaluation(config, launch, request.output, provider)
     console, results = Console(highlight=False), {}
     with heartbeat, errors_in_one_line():

@@ -189,6 +189,11 @@ class ContextSamples:
                     ids, s=length, answers=tuple(answers), num_random=distance - 1
                 )
 
+    def check(self, kind: Literal["passkey", "needles"]) -> None:
+        """Raise ``ValueError`` if the shortest sample cannot hold its needles and questions."""
+        shortest, rows = int(np.argmin(self.lengths)), range(self.num_depths)
+        self._with_needles(0, shortest, list(rows if kind == "needles" else rows[:1]))
+
     def needles(self, kind: Literal["passkey", "needles"]) -> Iterator[ContextSample]:
         """Key and value hidden in a text that ends with the key, for every depth and length.
 

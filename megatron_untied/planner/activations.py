@@ -39,8 +39,11 @@ def attention_sizes(geometry: Geometry, rank: int) -> Sizes:
     )
 
 
-def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
-    """The plan of a Ulysses rank's streamed layers; ``host_bytes()`` is its host arena."""
+def memory_plan(geometry: Geometry, rank: int, *, evaluates: bool = False) -> MemoryPlan:
+    """The plan of a Ulysses rank's streamed layers; ``host_bytes()`` is its host arena.
+
+    ``evaluates``: there is no backward.
+    """
     memory = geometry.config.memory
     own_rows = geometry.residual_tokens // geometry.b
     sizes = LayerSizes(
@@ -50,7 +53,8 @@ def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
         tile_rows=geometry.tile_tokens // geometry.num_token_parts // geometry.b,
         loss_tokens=geometry.loss_tokens,
     )
-    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers))
+    policy = ActivationPolicy.of(memory, geometry.num_layers)
+    return MemoryPlan(sizes, policy.without_backward() if evaluates else policy)
 
 
 def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ...]]:
@@ -151,9 +155,9 @@ class StreamedActivations:
     kernel: KernelBuffers
 
     @classmethod
-    def of(cls, geometry: Geometry, rank: int) -> "StreamedActivations":
-        """Of one Ulysses rank."""
-        plan = memory_plan(geometry, rank)
+    def of(cls, geometry: Geometry, rank: int, *, evaluates: bool = False) -> "StreamedActivations":
+        """Of one Ulysses rank; see :func:`memory_plan`."""
+        plan = memory_plan(geometry, rank, evaluates=evaluates)
         return cls(
             geometry=geometry,
             policy=plan.policy,

@@ -59,3 +59,18 @@ class ActivationPolicy:
                 )
             )
         return cls(selective=selective, park=memory.park_during_attention, layers=tuple(layers))
+
+    def without_backward(self) -> "ActivationPolicy":
+        """The policy of an evaluation: nothing is saved, and only parked layers use the host."""
+        layers = [
+            LayerPolicy(
+                group=range(index, index + 1),
+                saves_input=False,
+                saves_output=False,
+                input_on_host=False,
+                output_on_host=self.park,
+                lse_on_host=False,
+            )
+            for index in range(len(self.layers))
+        ]
+        return ActivationPolicy(selective=False, park=self.park, layers=tuple(layers))

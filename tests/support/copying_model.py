@@ -53,7 +53,7 @@ def write_copying_model(group, folder: Path) -> None:
                 parameter.zero_()
         model.embedding.word_embeddings.weight[:, TOKEN] = codes()
         model.embedding.word_embeddings.weight[:, CONSTANT] = 1.0
-        model.output_layer.weight[:, FOUND] = codes()
+        model.output_layer.weight[:, FOUND] = 0.3 * codes()
         frequencies = COPYING.rotary.base ** (-2 * torch.arange(ROTATED / 2) / ROTATED)
         for layer, (read, written) in zip(
             model.decoder.layers, ((TOKEN, BEFORE), (TOKEN, FOUND)), strict=True
@@ -63,14 +63,14 @@ def write_copying_model(group, folder: Path) -> None:
             q, _, k, v = attention.linear_qkv.weight[: 4 * HEAD].split(HEAD)
             v[:CODE, read] = torch.eye(CODE)
             attention.linear_proj.weight[written, :CODE] = torch.eye(CODE)
-        q, _, k, _ = model.decoder.layers[0].self_attention.linear_qkv.weight[: 4 * HEAD].split(
-            HEAD
+        q, _, k, _ = (
+            model.decoder.layers[0].self_attention.linear_qkv.weight[: 4 * HEAD].split(HEAD)
         )
         # Rotated, their product is the sum of cos(frequency x (distance - 1)): most at distance 1.
         q[:ROTATED, CONSTANT] = 20 * torch.cat([frequencies.cos(), -frequencies.sin()])
         k[: ROTATED // 2, CONSTANT] = 20.0
-        q, _, k, _ = model.decoder.layers[1].self_attention.linear_qkv.weight[: 4 * HEAD].split(
-            HEAD
+        q, _, k, _ = (
+            model.decoder.layers[1].self_attention.linear_qkv.weight[: 4 * HEAD].split(HEAD)
         )
         q[ROTATED:, TOKEN] = k[ROTATED:, BEFORE] = 2 * torch.eye(CODE)
     state = CheckpointState(

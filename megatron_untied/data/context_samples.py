@@ -180,7 +180,7 @@ class ContextSamples:
                 ids = np.resize(self.random_tokens(rng, distance), length + 1)  # repeats them
                 # Position i predicts token i + 1, so the first copied label is at distance - 1.
                 edges = np.linspace(distance - 1, length, COPY_PARTS + 1).astype(int)
-                edges[0] += FOUND_TOKENS
+                edges[0] += min(FOUND_TOKENS, (edges[1] - edges[0]) // 2)
                 answers = [
                     Answer(cell=(row, column), positions=slice(*edges[row : row + 2].tolist()))
                     for row in range(COPY_PARTS)

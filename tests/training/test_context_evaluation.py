@@ -89,11 +89,11 @@ def results_of(group, flags, provider=build_run_model):
 
 
 def plain_losses(model, tokens, labels):
-    """Losses and argmax from the logits of all tokens, [s]."""
+    """Losses from the logits of all tokens, [s]."""
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens)[None])[0, :, : TINY.vocab_size]
     labels = torch.from_numpy(labels)
-    return F.cross_entropy(logits, labels, reduction="none").numpy(), logits.argmax(-1).numpy()
+    return F.cross_entropy(logits, labels, reduction="none").numpy()
 
 
 def expected_of_documents(group, documents):
@@ -106,11 +106,12 @@ def expected_of_documents(group, documents):
     for ids in documents:
         labels = np.resize(ids[1 : S + 1], S)
         num = min(len(ids) - 1, S)
-        losses, _ = plain_losses(model, ids[:S], labels)
+        losses = plain_losses(model, ids[:S], labels)
         alone = losses.copy()
-        for i in range(2 * WINDOW, S):
-            start = i - i % WINDOW - WINDOW
-            alone[i] = plain_losses(model, ids[start : i + 1], labels[start : i + 1])[0][-1]
+        for start in range(WINDOW, S - WINDOW, WINDOW):  # of the later half of each block
+            block = slice(start, min(start + 2 * WINDOW, S))
+            later = plain_losses(model, ids[block], labels[block])[WINDOW:]
+            alone[start + WINDOW : block.stop] = later
         bins = [slice(a, min(b, num)) for a, b in zip(edges, edges[1:], strict=False)]
         full.append([losses[x].mean() for x in bins])
         near.append([alone[x].mean() for x in bins])

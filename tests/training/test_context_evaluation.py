@@ -191,6 +191,14 @@ def test_every_layout_measures_the_same(tiny, one_process, name):
     )
 
 
+def test_weights_are_loaded_in_bf16(tiny, one_process):
+    expected = one_process[1]["copy"].nats
+    for flags in ({}, {"--use-torch-fsdp2": True}):
+        (results,) = run_on_ranks(results_of, 1, tiny | flags | {"--bf16": True, "--tasks": "copy"})
+        # Of logits up to 5, and their means over 4 to 8 tokens.
+        np.testing.assert_allclose(results["copy"].nats, expected, rtol=0, atol=0.1)
+
+
 def test_a_copying_model_reads_its_far_context(copying):
     (results,) = run_on_ranks(results_of, 1, copying)
     documents, copy = results["documents"], results["copy"]

@@ -1,10 +1,12 @@
 r"""Measure how much a model reads of its context: losses by position, needles, copies.
 
-    torchrun --standalone --nproc-per-node 8 tools/evaluate_context.py --output runs/context \
-        --load checkpoints --use-checkpoint-args --data-path data/books_text_document \
-        --tokenizer-type HuggingFaceTokenizer --tokenizer-model checkpoints/tokenizer \
-        --bf16 --seq-length 1048576 --context-parallel-size 8 --use-torch-fsdp2 \
-        --recompute-granularity full --loss-chunk-size 2048
+    python tools/evaluate_context.py --output runs/context --load checkpoints \
+        --use-checkpoint-args --seq-length 8192 --data-path data/books_text_document \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model checkpoints/tokenizer
+
+For a long context on several GPUs torchrun starts it, as it starts training, with the same layout:
+--bf16 --seq-length 1048576 --context-parallel-size 8 --use-torch-fsdp2
+--recompute-granularity full --loss-chunk-size 2048.
 
 Takes the flags of the run that trained the model, in any layout; those of the optimizer have no
 effect. Four tasks, of which --tasks chooses:

@@ -282,8 +282,8 @@ def test_positions_that_are_wrong_on_one_rank_are_a_bump_in_the_curve(copying):
         for provider in (build_run_model, shifted_model)
     )
     bumps = dict(zip(right.edges, (wrong.full - right.full).mean(0), strict=False))
-    # The second shard begins at 32. Its first token, by its position as near to itself as to the one
-    # before it, takes both for that, and predicts itself.
+    # The second shard begins at 32. Its first token, by its position as near to itself as to that
+    # before it, takes both for the one before, and predicts itself.
     assert bumps.pop(32) > 1
     assert max(map(abs, bumps.values())) < 0.01
     assert wrong.border.mean() - right.border.mean() > 1

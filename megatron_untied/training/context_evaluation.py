@@ -27,8 +27,8 @@ from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayo
 from megatron_untied.data.context_samples import ContextSample
 from megatron_untied.model import build_run_model
 from megatron_untied.phases import Phase
+from megatron_untied.planner.automatic import choose, is_automatic
 from megatron_untied.planner.machine import this_machine
-from megatron_untied.planner.search import choose, is_automatic
 from megatron_untied.platform import device
 from megatron_untied.sharding.fsdp2 import shard_model
 from megatron_untied.sharding.interface import ModelProvider

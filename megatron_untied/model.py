@@ -124,6 +124,22 @@ def build_model(
     return built
 
 
+def build_run_model(
+    config: RunConfig, groups: ProcessGroupCollection, progress: StepProgress
+) -> ChunkedLossGPTModel:
+    """The model of the run ``config``, which records its phases in ``progress``."""
+    return build_model(
+        config.model,
+        config.parallel,
+        config.memory,
+        config.precision,
+        groups,
+        runtime=Runtime(kernel=attention_kernel(config), progress=progress),
+        transformer_impl=config.transformer_impl,
+        adaptation=config.adaptation,
+    )
+
+
 def attention_kernel(config: RunConfig) -> AttentionKernel:
     """The kernel of ``config`` on this rank's device; see :func:`choose_kernel`.
 

@@ -53,8 +53,12 @@ class ActivationPolicy:
         """The policy of ``num_layers`` layers under the flags in ``memory``."""
         size, first_kept = memory.recompute_num_layers, memory.first_kept_output(num_layers)
         layers = []
-        offloaded = range(memory.cpu_offloading_num_layers)
-        saving = [index for index in offloaded if index % size == 0 or index >= first_kept]
+        offloaded = range(first_with_backward, memory.cpu_offloading_num_layers)
+        saving = [
+            index
+            for index in offloaded
+            if (index - first_with_backward) % size == 0 or index >= first_kept
+        ]
         # The last two would come back before their memory was needed.
         to_disk = saving[:-2] if memory.activation_disk else ()
         for index in range(num_layers):
@@ -80,3 +84,21 @@ class ActivationPolicy:
                 )
             )
         return cls(park=memory.park_during_attention, layers=tuple(layers))
+
+    def without_backward(self) -> "ActivationPolicy":
+        """The policy of an evaluation: nothing is saved, and only parked layers use the host."""
+        layers = [
+            LayerPolicy(
+                group=range(index, index + 1),
+                has_backward=False,
+                saves_input=False,
+                keeps_output=False,
+                saves_output=False,
+                input_on_host=False,
+                output_on_host=self.park,
+                lse_on_host=False,
+                goes_to_disk=False,
+            )
+            for index in range(len(self.layers))
+        ]
+        return ActivationPolicy(park=self.park, layers=tuple(layers))

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from megatron_untied.config import MemoryConfig
@@ -168,18 +169,52 @@ def choose(config: RunConfig, machine: Machine) -> Plan:
     Raises:
         ValueError: if none fits, with the smallest peak and the memory that there is.
     """
-    plans = [Plan(each, machine, every_layer=False) for each in candidates(config, machine)]
-    # A sequence that the kernel cannot index with these heads per chunk does not fit either.
-    fitting = (plan for plan in sorted(plans, key=lambda plan: plan.time.seconds) if fits(plan))
-    chosen = next(fitting, None)
-    if chosen is not None:
-        return replace(chosen, every_layer=True)
-    least = nearest(plans)
+    chosen = fastest(config, machine)
+    if fits(chosen):
+        return chosen
     raise ValueError(
-        f"no automatic setting fits: the nearest takes {least.peak.num_bytes / GIB:.1f} of "
-        f"{machine.device_bytes / GIB:.1f} GiB per GPU and {least.host.total() / GIB:.1f} of "
+        f"no automatic setting fits: the nearest takes {chosen.peak.num_bytes / GIB:.1f} of "
+        f"{machine.device_bytes / GIB:.1f} GiB per GPU and {chosen.host.total() / GIB:.1f} of "
         f"{machine.host_bytes / GIB:.1f} GiB of host memory per rank; tools/plan_memory.py lists "
         "other flags that make it fit"
+    )
+
+
+def fastest(config: RunConfig, machine: Machine) -> Plan:
+    """The fastest plan that fits with a value in place of each "auto"; if none fits, the nearest.
+
+    A sequence that the kernel cannot index does not fit.
+    """
+    plans = [Plan(each, machine, every_layer=False) for each in candidates(config, machine)]
+    fitting = (plan for plan in sorted(plans, key=lambda plan: plan.time.seconds) if fits(plan))
+    return replace(next(fitting, None) or nearest(plans), every_layer=True)
+
+
+def plan_stages(config: RunConfig, machine: Machine) -> list[Plan]:
+    """A plan for every stage of a run, the fastest that fits where one does.
+
+    Heads per exchange may be others in each stage. The recompute granularity is the same in all,
+    because it decides what the layers are.
+    """
+    counts = [count for _, count in config.batches(0, config.loop.train_iters)]
+    found = []
+    for memory in dict.fromkeys(each.memory for each in candidates(config, machine)):
+        stages = [
+            fastest(replace(config.in_stage(number), memory=memory), machine)
+            for number in range(len(config.stages))
+        ]
+        num_unfit = sum(not fits(plan) for plan in stages)
+        seconds = sum(p.time.seconds * n for p, n in zip(stages, counts, strict=True))
+        found.append((num_unfit, seconds, stages))
+    return min(found, key=itemgetter(0, 1))[2]
+
+
+def describe_stage(plan: Plan, number: int) -> str:
+    """One line on stage ``number``, from 0, of the run that ``plan`` is a stage of."""
+    stages, batch = plan.config.stages, plan.config.batch
+    return (
+        f"stage {number + 1} of {len(stages)}, after iteration {stages[number].first_iteration}: "
+        f"{batch.global_batch_size} x {batch.seq_length:,} tokens, {settings(plan)} | {sizes(plan)}"
     )
 
 

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
 
+from megatron_untied import model
 from megatron_untied.checkpoint import Progress, Start, find_start
 from megatron_untied.checkpoint.collective_errors import Gather, same_on_all_ranks
 from megatron_untied.config.run import RunConfig
@@ -15,8 +17,8 @@ from megatron_untied.data.sample_order import describe_samples
 from megatron_untied.model import attention_kernel
 from megatron_untied.phases import Phase
 from megatron_untied.planner.machine import this_machine
-from megatron_untied.planner.plan import Plan
-from megatron_untied.planner.search import choose, is_automatic
+from megatron_untied.planner.plan import Plan, fits
+from megatron_untied.planner.search import choose, describe_stage, is_automatic, plan_stages
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
 from megatron_untied.step_progress import StepProgress
@@ -47,8 +49,10 @@ class Run:
     groups: ProcessGroupCollection
     start: Start
     """The checkpoint to load, and the identity of the run."""
-    plan: Plan | None
-    """The plan that chose the automatic settings, if there were any."""
+    stage: int
+    """The stage of ``--seq-length-schedule``, from 0, that ``config`` is in."""
+    plans: tuple[Plan, ...]
+    """The plan of each stage; of a run of one length, the one that chose automatic settings."""
     kernel: AttentionKernel
     """For attention, as the model has one, with what was passed over for it."""
     datasets: Datasets
@@ -81,11 +85,12 @@ def set_up(
     signals = SignalWatch(store.clone(), launch.rank, advice=lambda: "nothing was trained")
     with errors_in_one_line(), signals:
         groups = initialize(config, launch, store)
-        plan = choose(config, this_machine(groups)) if is_automatic(config) else None
-        config = plan.config if plan is not None else config
+        config, plans = plan_run(config, groups)
         # The model makes its own; here a sequence that no kernel can index ends the run before
         # datasets and weights are made.
-        kernel = attention_kernel(config)
+        stage = config.stage_of(start.progress.iteration)
+        kernels = [attention_kernel(config.in_stage(i)) for i in range(len(config.stages) or 1)]
+        config = config.in_stage(stage)
         with heartbeat_of_setup(Phase.DATASETS, config, launch, store):
             datasets = datasets_provider(config, start.progress)
         progress = StepProgress(device.record_event)  # marks on the stream, without synchronizing
@@ -103,14 +108,64 @@ def set_up(
         launch=launch,
         groups=groups,
         start=start,
-        plan=plan,
-        kernel=kernel,
-        datasets=datasets,
+        stage=stage,
+        plans=plans,
+        kernel=kernels[stage],
+        datasets=datasets.at_length(config.batch.seq_length),
         train_state=train_state,
         report=report,
         signals=watch_training(config, store.clone(), launch, report, heartbeat, progress),
         heartbeat=heartbeat,
         layer_passes=config.model.num_layers * config.batch.num_micro_batches(groups.dp.size()),
+    )
+
+
+def plan_run(
+    config: RunConfig, groups: ProcessGroupCollection
+) -> tuple[RunConfig, tuple[Plan, ...]]:
+    """``config`` with the planner's values in place of "auto", and the plans; collective.
+
+    Every stage of a run with several lengths is planned, since the last one may begin after days.
+
+    Raises:
+        ValueError: on every rank: no automatic setting fits, or a stage does not.
+    """
+    if not config.stages:
+        plans = (choose(config, this_machine(groups)),) if is_automatic(config) else ()
+        return plans[0].config if plans else config, plans
+    plans = tuple(plan_stages(config, this_machine(groups)))
+    for number, plan in enumerate(plans):
+        if not fits(plan):
+            raise ValueError(
+                f"--seq-length-schedule: {describe_stage(plan, number)} does not fit; "
+                "tools/plan_memory.py with these flags lists others that make it fit"
+            )
+    stages = tuple(
+        replace(stage, heads_per_chunk=plan.config.parallel.heads_per_chunk)
+        for stage, plan in zip(config.stages, plans, strict=True)
+    )
+    return replace(config, stages=stages, memory=plans[0].config.memory), plans
+
+
+def enter_stage(run: Run, stage: int) -> Run:
+    """The run in ``stage``, with the model and the reports changed in place; on all ranks."""
+    config = run.config.in_stage(stage)
+    kernel, state = attention_kernel(config), run.train_state
+    model.enter_stage(unwrap_model(state.model), config, kernel)
+    device.release_cached_memory()
+    run.report.enter_stage(config)
+    run.report.say(describe_stage(run.plans[stage], stage))
+    # Checkpoints carry the architecture, and the rotary embedding is part of it.
+    stored = replace(state.checkpoint_state, model_config=config.model)
+    micro_batches = config.batch.num_micro_batches(run.groups.dp.size())
+    return replace(
+        run,
+        config=config,
+        stage=stage,
+        kernel=kernel,
+        datasets=run.datasets.at_length(config.batch.seq_length),
+        train_state=replace(state, checkpoint_state=stored),
+        layer_passes=config.model.num_layers * micro_batches,
     )
 
 
@@ -123,7 +178,9 @@ def find_agreed_start(config: RunConfig, gather: Gather) -> Start:
         ValueError: on every rank: as ``find_start``, or the ranks see different files.
     """
     samples = same_on_all_ranks(
-        lambda: describe_samples(config.data, seq_length=config.batch.seq_length, seed=config.seed),
+        lambda: describe_samples(
+            config.data, seq_length=config.batch.seq_length, seed=config.seed, stages=config.stages
+        ),
         "what --data-path names",
         gather,
     )
@@ -132,6 +189,16 @@ def find_agreed_start(config: RunConfig, gather: Gather) -> Start:
         "the checkpoint in --load",
         gather,
     )
+    done = start.progress
+    if config.stages and not config.loop.skip_train:
+        batches = config.batches(done.data_start, done.iteration)
+        expected = sum(batch.global_batch_size * count for batch, count in batches)
+        if expected != done.consumed_samples:
+            raise ValueError(
+                f"{start.folder} has consumed {done.consumed_samples} samples, and its "
+                f"{done.iteration} iterations of --seq-length-schedule have {expected}; give the "
+                "schedule and batch that it was trained with, or --reset-data-position"
+            )
     if start.provenance.run_id is not None:
         return start
     run_id = gather(uuid.uuid4().hex)[0]  # all ranks write into the folder that it names

@@ -160,7 +160,7 @@ def complete(training: Sequence[str]) -> list[str]:
     # How long the stages of a schedule are decides between automatic settings: not assumed.
     known = given.keys() | ({"train_iters"} if "seq_length_schedule" in given else set())
     words = [word for name, flag in ASSUMED_FLAGS.items() if name not in known for word in flag]
-    if "data_path" not in given and "mock_data" not in given:
+    if not given.keys() & {"data_path", "mock_data", "sft"}:
         words.append("--mock-data")  # token files need not be on this machine
     null = given.get("tokenizer_type", "NullTokenizer") == "NullTokenizer"
     if null and not given.keys() & {"vocab_size", "model"}:

@@ -83,6 +83,8 @@ class DataConfig:
     def _check_sft(self) -> None:
         if self.mock_data:
             raise ValueError("--sft reads chats from --data-path; leave out --mock-data")
+        if not self.data_path:
+            raise ValueError("--sft needs --data-path, which names files of chats; give it")
         if self.tokenizer_type != "HuggingFaceTokenizer":
             raise ValueError(
                 f"--sft needs a chat template, which a {self.tokenizer_type} does not have; give "

@@ -17,7 +17,7 @@ from megatron_untied.data.sample_order import describe_samples
 from megatron_untied.model import attention_kernel
 from megatron_untied.phases import Phase
 from megatron_untied.planner.machine import this_machine
-from megatron_untied.planner.plan import Plan, fits
+from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.search import choose, describe_stage, is_automatic, plan_stages
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
@@ -135,10 +135,14 @@ def plan_run(
         return plans[0].config if plans else config, plans
     plans = tuple(plan_stages(config, this_machine(groups)))
     for number, plan in enumerate(plans):
-        if not fits(plan):
+        try:
+            fits, described = plan.fits, describe_stage(plan, number)
+        except ValueError as error:  # the kernel cannot index the sequence
+            raise ValueError(f"--seq-length-schedule, stage {number + 1}: {error}") from error
+        if not fits:
             raise ValueError(
-                f"--seq-length-schedule: {describe_stage(plan, number)} does not fit; "
-                "tools/plan_memory.py with these flags lists others that make it fit"
+                f"--seq-length-schedule: {described} does not fit; tools/plan_memory.py with these "
+                "flags lists others that make it fit"
             )
     stages = tuple(
         replace(stage, heads_per_chunk=plan.config.parallel.heads_per_chunk)

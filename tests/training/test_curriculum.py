@@ -84,6 +84,7 @@ def test_two_streamed_ranks_train_as_one_plain_one(tmp_path, curriculum, whole):
     for iteration, length, base in ((3, 64, "1e4"), (6, 128, "5e4"), (8, 256, "1e6")):
         alone = curriculum | {"seq_length": length, "rotary_base": base, "skip_train": True}
         alone |= {"global_batch_size": 256 // length, "load": tmp_path / "c"}
+        alone |= {"override_opt_param_scheduler": True}
         (evaluated,) = run(1, tmp_path / str(length), ckpt_step=iteration, **alone)
         assert evaluated["validation_loss"] == losses[iteration]
         stored = model_config_of(tmp_path / "c" / f"iter_{iteration:07}")
@@ -111,10 +112,10 @@ def test_the_log_shows_the_stage(whole):
 
 
 def test_no_sample_is_read_twice_or_left_out(tmp_path, curriculum):
-    """At any number of ranks the same samples are read, with workers that read ahead."""
+    """At any number of ranks the same samples are read."""
     flags = in_stages(curriculum, eval_iters=0, keep_batch_tokens=None)
     (one,) = run_on_ranks(sample_ids, 1, None, **flags)
-    ranks = run_on_ranks(sample_ids, 2, None, num_workers=1, **flags)
+    ranks = run_on_ranks(sample_ids, 2, None, **flags)
     assert len(one) == len(set(one)) == 4 * ITERATIONS
     assert sorted(one) == sorted(ranks[0] + ranks[1])
 
@@ -134,11 +135,17 @@ def test_another_schedule_is_refused_and_can_begin_anew(tmp_path, curriculum):
     assert then == seen[2:]
 
 
-@pytest.mark.parametrize("automatic", [{}, {"recompute_granularity": "auto"}])
-def test_a_stage_that_does_not_fit_is_refused_before_the_start(automatic):
-    flags = {"seq_length": None, "seq_length_schedule": f"0:64,3:{1 << 25}"} | automatic
-    assert_refused("--seq-length-schedule: stage 2 of 2, after iteration 3: 4 x 33,554,432 tokens",
-                   "does not fit", **flags)  # fmt: skip
+@pytest.mark.parametrize(
+    ("length", "changes", "texts"),
+    [
+        (24 << 20, {}, ["stage 2 of 2, after iteration 3: 4 x 25,165,824 tokens", "does not fit"]),
+        (24 << 20, {"recompute_granularity": "auto", "hidden_size": 4800}, ["does not fit"]),
+        (1 << 25, {}, ["--seq-length-schedule, stage 2: ", "the kernel's limit"]),
+    ],
+)
+def test_a_stage_that_does_not_fit_is_refused_before_the_start(length, changes, texts):
+    flags = {"seq_length": None, "seq_length_schedule": f"0:64,3:{length}"} | changes
+    assert_refused("--seq-length-schedule", *texts, **flags)
 
 
 def heads_and_buffers(group, **flags) -> list[tuple]:
@@ -162,7 +169,8 @@ def heads_and_buffers(group, **flags) -> list[tuple]:
 def test_host_memory_is_that_of_the_stage(curriculum):
     """No more than a run of that length alone has, and no slot of the length before is left."""
     flags = curriculum | STREAMED | {"eval_iters": 0, "cp_heads_per_chunk": "auto"}
-    found, _ = run_on_ranks(heads_and_buffers, 2, **in_stages(flags, train_iters=5))
+    staged = in_stages(flags, train_iters=5, seq_length_schedule="0:64,3:128:rotary-base=5e4")
+    found, _ = run_on_ranks(heads_and_buffers, 2, **staged)
     assert [heads for heads, _ in found] == [8] * len(found)
     before = {n: [size for _, size in found][first] for n, first in ((64, 4), (128, 14))}
     entered = [size for _, size in found][12]

@@ -10,6 +10,9 @@
 #   --build-arg FLASH_ATTENTION_3=source    compiled here, about 40 minutes on 16 cores
 #   --build-arg FLASH_ATTENTION_3=none      for GPUs that are not Hopper's
 #
+# So is FlashAttention-4, which plans for Blackwell (B200) count on: --build-arg FLASH_ATTENTION_4=wheel. It must be
+# in the folder of the base's flash-attn, so a pip install by the image's user does not do.
+#
 # NVIDIA's 26.07 has Python 3.12, torch 2.13, transformer-engine, apex and flash-attn. Another base:
 # --build-arg BASE_IMAGE=..., with torch of the version in requirements.txt.
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.07-py3
@@ -47,6 +50,17 @@ RUN cd /tmp/install && export PIP_CONSTRAINT= PIP_BREAK_SYSTEM_PACKAGES=1 \
             && rm -r flash-attention ;; \
         none) ;; \
         *) echo "error: FLASH_ATTENTION_3=$FLASH_ATTENTION_3 is none of wheel, source, none" >&2; exit 1 ;; \
+    esac
+
+# Behind the base's flash-attn, whose older flash_attn/cute it replaces.
+ARG FLASH_ATTENTION_4=none
+RUN cd /tmp/install && export PIP_CONSTRAINT=/tmp/install/constraints.txt PIP_BREAK_SYSTEM_PACKAGES=1 \
+    && case "$FLASH_ATTENTION_4" in \
+        wheel) \
+            sed -n '/^nvidia-cutlass-dsl/p; /^quack-kernels/p; /^flash-attn-4/p' requirements-gpu.txt > blackwell.txt \
+            && pip install --no-cache-dir -r blackwell.txt ;; \
+        none) ;; \
+        *) echo "error: FLASH_ATTENTION_4=$FLASH_ATTENTION_4 is none of wheel, none" >&2; exit 1 ;; \
     esac
 
 # A user whose runs/ is writable. With --user of your own choice, give a folder for results.

@@ -38,6 +38,11 @@ ON_THE_HOST = {
     "untied, selective, parked": "--cp-heads-per-chunk {ranks} --recompute-granularity "
     "selective --park-during-attention --optimizer-cpu-offload",
 }
+LARGE_ON_THE_HOST = {
+    "untied, full every 4 layers, parked": "--cp-heads-per-chunk {ranks} "
+    "--recompute-granularity full --recompute-num-layers 4 --park-during-attention "
+    "--optimizer-cpu-offload",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class Subject:
 
     def residual_bytes(self, tokens: int) -> int:
         """H: one bf16 residual, [tokens / ranks, hidden size]."""
-        hidden = {"llama3-8b": 4096, "qwen3-32b": 5120}[self.model]
+        hidden = {"llama3-8b": 4096, "qwen3-32b": 5120, "llama3.1-70b": 8192}[self.model]
         return tokens // self.world_size * hidden * 2
 
 
@@ -96,6 +101,23 @@ SUBJECTS = (
             f"{ranks}-ranks_",
         )
         for ranks, lengths in ((1, ("1M",)), (8, ("5M", "10M")))
+    ),
+    *(
+        Subject(
+            f"{title}, 8 ranks, optimizer on the host",
+            model,
+            layers,
+            8,
+            "--context-parallel-size 8",
+            ((10, 8192),),
+            (length,),
+            LARGE_ON_THE_HOST,
+            "8-ranks_",
+        )
+        for title, model, layers, length in (
+            ("Qwen3-32B", "qwen3-32b", 64, "5M"),
+            ("Llama3.1-70B", "llama3.1-70b", 80, "2M"),
+        )
     ),
 )
 

@@ -13,6 +13,7 @@ from megatron_untied.platform import device
 
 REQUIRED = ("torch", "megatron.core", "megatron_untied")
 OPTIONAL = (
+    "flash_attn.cute.interface",
     "flash_attn_interface",
     "flash_attn.flash_attn_interface",
     "transformer_engine.pytorch",
@@ -29,7 +30,7 @@ def run(record: Record, sizes: Sizes) -> None:
             state = getattr(module, "__version__", state)
         except ModuleNotFoundError as error:
             state, reason = "not installed", str(error)
-        except (ImportError, OSError) as error:  # such as a build for another torch or CUDA
+        except Exception as error:  # a build for another torch or CUDA raises what its loader does
             state, reason = "does not import", str(error)
         record.row("packages", package=name, version=state, reason=reason)
         optional_and_absent = name in OPTIONAL and state == "not installed"

@@ -130,13 +130,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--toy", action="store_true", help="toy sizes, which a CPU does quickly")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="some parts only")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor of all time budgets (1)")
+    parser.add_argument(
+        "--scale", type=float, help="factor of all time budgets (1; 5 with --device cpu)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     # In the process of a part: its function, its record's file, and its seconds.
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=float, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    # A budget bounds the report on a GPU that is paid by the minute; a CPU's cores may be shared.
+    args.scale = args.scale or (5.0 if args.device == "cpu" else 1.0)
+    return args
 
 
 def result_name(card: str, parts: Sequence[str], at: datetime) -> str:

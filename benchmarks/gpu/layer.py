@@ -136,7 +136,8 @@ def run_offload(record: Record, sizes: Sizes) -> None:
         "seconds, kept on the device": kept,
         "seconds, on the host": offloaded,
         "seconds of copies": copying,
-        "share hidden": 1 - max(0.0, offloaded - kept) / copying,
+        # Copies this short do not show beside the spread of two steps.
+        "share hidden": None if copying < 0.05 * kept else 1 - max(0.0, offloaded - kept) / copying,
     }
     record.row("offload of a layer", tokens=tokens, **numbers)
 

@@ -4,7 +4,7 @@
 
 FLAGS are those of pretrain_gpt.py and plan_memory.py. What is needed comes from the plan; what is
 here is what this process may use: a container's limits and shares, not its host's. Exit status 1 if
-something falls short, 2 for flags that are not valid.
+something falls short, 2 for flags that are not valid. A limit on locked memory is only warned of.
 """
 
 import os
@@ -40,7 +40,8 @@ class Node:
     """Of the smallest GPU."""
     host_memory_gib: float = 0.0
     pinned_gib: float = 0.0
-    """That one process may lock in memory."""
+    """That one process may lock in memory. CUDA's driver pins without asking this limit
+    (``os_lock_user_pages`` in open-gpu-kernel-modules); InfiniBand's verbs ask it."""
     shared_memory_gib: float = 0.0
     """/dev/shm: samples of the data loader's workers, and NCCL's transport between processes."""
 
@@ -57,7 +58,8 @@ AMOUNTS = {
     ),
     "pinned_gib": (
         "GiB of pinned memory per process",
-        "ulimit -l unlimited, or docker run --ulimit memlock=-1",
+        "CUDA pins beyond this limit, InfiniBand does not: ulimit -l unlimited, or docker run "
+        "--ulimit memlock=-1",
     ),
     "shared_memory_gib": ("GiB in /dev/shm", "docker run --ipc=host, or --num-workers 0"),
 }
@@ -77,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_cpus = "--distributed-backend gloo" in words
     needed, found = needs_of(plan, on_cpus=on_cpus), this_node()
     print("\n".join(table(needed, found)))
-    errors = list(shortfalls(needed, found))
+    lines = list(shortfalls(needed, found))
     # After the table, so that a log has the amounts above the errors.
-    print("\n".join(errors), end="\n" * bool(errors), file=sys.stderr)
-    return 1 if errors else 0
+    print("\n".join(lines), end="\n" * bool(lines), file=sys.stderr)
+    return 1 if any(line.startswith("error:") for line in lines) else 0
 
 
 def plan_for(argv: Sequence[str]) -> Plan:
@@ -116,13 +118,14 @@ def table(needed: Node, found: Node) -> Iterator[str]:
 
 
 def shortfalls(needed: Node, found: Node) -> Iterator[str]:
-    """A line for each amount that falls short, with the remedy."""
+    """A line for each amount that falls short, with the remedy: an error, or a warning."""
     for name, (label, remedy) in AMOUNTS.items():
         need, have = getattr(needed, name), getattr(found, name)
         has_no_gpu = name == "gpu_memory_gib" and not found.gpus  # reported by the line before
         if have < need and not has_no_gpu:
+            kind = "warning" if name == "pinned_gib" else "error"
             yield (
-                f"error: this node has {_number(have)} {label}, and {_number(need)} are needed; "
+                f"{kind}: this node has {_number(have)} {label}, and {_number(need)} are needed; "
                 f"{remedy}"
             )
 

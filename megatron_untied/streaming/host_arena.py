@@ -252,8 +252,8 @@ class RegisteredMemory:
         warnings.warn(
             f"could not register {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) of pinned host "
             f"memory with CUDA: {self._cudart.cudaGetErrorString(error)}. Training continues "
-            "with pageable memory, whose copies are slower and do not overlap with compute. Raise "
-            "the memlock limit (ulimit -l unlimited) or the container's memory limit.",
+            "with pageable memory, whose copies are slower and do not overlap with compute. Look "
+            "at the container's memory limit, then at what the driver says (dmesg) and ulimit -l.",
             stacklevel=2,
         )
         return memory

@@ -208,6 +208,23 @@ def test_a_torch_with_cuda_that_the_environment_would_not_use_is_named(tmp_path)
         assert (f"pip install --no-deps -e {tmp_path}" in done.stderr) == has_cuda
 
 
+@pytest.mark.parametrize(("version", "said"), [("3.10", "is no Python 3.11"), ("3.12", "no index")])
+def test_an_environment_that_was_not_finished_is_not_used(version, said, tmp_path):
+    """Sourced from a prompt, where no ``set -e`` ends what follows a failure."""
+    (tmp_path / "tools").mkdir()
+    script = shutil.copy(ROOT / "tools/environment.sh", tmp_path / "tools")
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    pip, old = "echo 'no index' >&2; exit 1", int(version == "3.10")
+    body = f"""[[ "$1" == -c ]] && exit {old}; [[ "$1" == -I ]] && exit 1; mkdir -p "$3/bin"
+        echo "{pip}" > "$3/bin/pip"; chmod +x "$3/bin/pip" """
+    path = fake_program(tmp_path, "python", body)
+    for _ in range(2):  # what the first one leaves does not count for the second
+        done = run("bash", "-c", f"source {script}; echo $?", PATH=path, PYTHON="python")
+        assert done.stdout.splitlines()[-1] == "1"
+        assert said in done.stderr
+    assert not (tmp_path / ".venv/requirements.stamp").exists()
+
+
 def test_the_allocator_is_set_before_torch_is_imported():
     command = "import os, pretrain_gpt; print(os.environ['PYTORCH_ALLOC_CONF'])"
     default = run(sys.executable, "-c", command).stdout.strip()

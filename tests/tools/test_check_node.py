@@ -45,7 +45,7 @@ def test_each_shortfall_has_both_numbers_and_what_to_do():
             "has 4 GPUs, and 8 are needed; set GPUS_PER_NODE",
             "has 39.4 GiB per GPU, and 61.2 are needed; --park-during-attention",
             "has 1,007.5 GiB of host memory, and 1,830 .* --recompute-granularity full",
-            "has 0 GiB of pinned memory per process, and 222 .* ulimit -l unlimited",
+            "warning: .* 0 GiB of pinned memory per process, and 222 .* ulimit -l unlimited",
             "has 0.1 GiB in /dev/shm, and 6 .* --ipc=host",
         ],
         strict=True,
@@ -91,6 +91,15 @@ def test_the_tool_compares_this_machine(capsys, monkeypatch):
     assert check_node.main(FLAGS) == 1
     error = capsys.readouterr().err
     assert re.fullmatch(r"error: this node has 251.6 GiB of host memory, and 53.*\n", error)
+
+
+def test_a_limit_on_locked_memory_does_not_keep_a_run_from_starting(capsys, monkeypatch):
+    """Of a container or a user that cannot raise it; CUDA's driver does not ask it."""
+    rented = dataclasses.replace(H100_NODE, pinned_gib=0.0625)
+    monkeypatch.setattr(check_node, "this_node", lambda: rented)
+    assert check_node.main(FLAGS) == 0
+    warning = capsys.readouterr().err
+    assert re.fullmatch(r"warning: this node has 0.1 GiB of pinned .*memlock=-1\n", warning)
 
 
 def test_ranks_that_gloo_joins_need_no_gpus(capsys, monkeypatch):

@@ -6,6 +6,7 @@ query itself, one less than :class:`.Mask`.
 """
 
 import importlib
+import inspect
 import sys
 from dataclasses import replace
 from typing import Any
@@ -64,6 +65,20 @@ class FlashAttention4(AttentionKernel):
         """``module``: by default ``flash_attn.cute.interface``."""
         super().__init__()
         self.module = module or importlib.import_module("flash_attn.cute.interface")
+
+    @override
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        if missing := super().missing(device):
+            return missing
+        # flash-attn up to 2.8.3.post2 has an older flash_attn/cute of its own, and overwrites this.
+        forward = sys.modules[cls.platform.module]._flash_attn_fwd
+        if {"out", "return_lse", "num_splits"} <= inspect.signature(forward).parameters.keys():
+            return None
+        return (
+            f"the package {cls.platform.package} (flash_attn/cute is flash-attn's; pip install "
+            f"--force-reinstall --no-deps {cls.platform.package})"
+        )
 
     @override
     def _forward(self, x: Qkv, out: Tensor, call: Call) -> Tensor:

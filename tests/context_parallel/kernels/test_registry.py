@@ -136,6 +136,23 @@ def test_a_package_that_does_not_import_is_passed_over_by_auto(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("is_overwritten", [False, True])
+def test_an_older_flash_attention_4_inside_of_flash_attn_is_not_taken(
+    hopper, packages, monkeypatch, is_overwritten
+):
+    """flash-attn 2.8.3 installs one over that of flash-attn-4: other arguments, the same name."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    # As in flash-attn 2.8.3.post1, and as in flash-attn-4 4.0.0b36.
+    last = "pack_gqa=None" if is_overwritten else "num_splits=1, return_lse=False, out=None"
+    text = f"def _flash_attn_fwd(q, k, v, softmax_scale=None, causal=False, {last}): ..."
+    packages({"flash_attn/cute/interface.py": text})
+    kernel = choose_kernel("auto", hopper, **BF16)
+    assert kernel.name == ("torch-flash" if is_overwritten else "flash-attention-4")
+    if is_overwritten:
+        with pytest.raises(ValueError, match="cute is flash-attn's; pip install --force-reinstall"):
+            choose_kernel("flash-attention-4", hopper, **BF16)
+
+
 def test_flash_attention_4_alone_is_not_flash_attention_2(hopper, packages):
     """Its package has no flash_attn/__init__.py: the name is there, as a namespace."""
     packages({"flash_attn/cute/__init__.py": ""})

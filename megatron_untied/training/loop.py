@@ -63,8 +63,7 @@ def pretrain(
     report = run.report
     early_exit = EarlyExit(config.loop, run.signals)
     saver = CheckpointSaver(run.config, run.train_state, run.start, report)
-    step_progress = run.train_state.progress
-    profiler = StepProfiler(config, launch.rank, step_progress, say=report.say)
+    profiler = StepProfiler(config, launch.rank, run.train_state.progress, say=report.say)
     with report, run.signals, run.heartbeat, profiler, saver:
         progress = load_and_describe(run)
         if config.loop.skip_train:
@@ -83,7 +82,7 @@ def pretrain(
             if train_batches is None:  # the workers of the stage before have ended with it
                 train_batches = batches_of_stage(run, progress, get_batch)
             step_units = run.layer_passes * attention_units(run.config.memory)
-            step_progress.begin(f"iteration {iteration}", step_units)
+            run.train_state.progress.begin(f"iteration {iteration}", step_units)
             try:
                 with profiler.step(iteration):
                     result, seconds = timed_step(run, train_batches, forward_step)

@@ -15,8 +15,10 @@ from benchmarks.gpu.sizes import ROOT, Sizes
 from benchmarks.gpu.training import TrainingFailed, train
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.cli.planner_flags import complete
+from megatron_untied.context_parallel.kernels.traced import SCRATCH
 from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, Machine, this_gpu
 from megatron_untied.planner.plan import Plan, longest
+from megatron_untied.platform.device import current_device
 
 SETTINGS = {
     "on the device": "",
@@ -25,14 +27,20 @@ SETTINGS = {
 GOAL = 0.03
 """Allowed error of plan and trace, as a share of the measured peak."""
 MARGIN = 1.06
-"""Factor above the longest context at which a run must fail; a first step has no Adam moments."""
+"""Factor above the longest context at which a run must fail, at the latest in its second step: the
+first one has no Adam moments, which are more than this on a small card."""
 
 
 def this_machine_alone() -> Machine:
-    """One rank on this GPU; without one, the planner's default card."""
-    gpu = this_gpu()
+    """One rank on this GPU with its kernels; without one, the planner's default card."""
+    gpu, here = this_gpu(), current_device()
+    installed = {kind.name: kind().limits for kind in SCRATCH if not kind.missing(here)}
     return Machine(
-        gpus_per_node=1, gpu=gpu, gpu_memory_gib=gpu.memory_gib, host_memory_gib=gpu.host_memory_gib
+        gpus_per_node=1,
+        gpu=gpu,
+        gpu_memory_gib=gpu.memory_gib,
+        host_memory_gib=gpu.host_memory_gib,
+        kernels=installed or None,
     )
 
 
@@ -44,6 +52,8 @@ def plan_of(flags: str) -> Plan:
 
 def traced_peak(flags: str, file: Path) -> int:
     """Peak bytes that ``memory_trace.py`` counts for a run of one rank."""
+    # It would trace "auto" as FlashAttention-3, and the run takes what is installed.
+    flags += f" --attention-backend {plan_of(flags).geometry.kernel.kind.name}"
     # A trace needs no GPU, and must not take memory from what is measured.
     trace = ["env", "CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "benchmarks.memory_trace"]
     command = [*trace, "--world-size", "1", "--json", str(file), *shlex.split(flags)]
@@ -82,17 +92,17 @@ def run_longest(record: Record, sizes: Sizes) -> None:
     record.row("predicted", limit="without the reserve of the plan", tokens=without_reserve)
     if not torch.cuda.is_available():
         predicted = sizes.memory_length  # a CPU is no limit: only that the run works is tested
-    fits = _fits(record, flags, predicted, iterations=2)  # the second one has Adam's moments
+    fits = _fits(record, flags, predicted)
     record.expect(fits, f"{predicted} tokens do not fit, though the plan says so")
     if torch.cuda.is_available():
         beyond = int(MARGIN * without_reserve) // 1024 * 1024
         problem = f"{beyond} tokens fit, though the plan fills the card with {without_reserve}"
-        record.expect(not _fits(record, flags, beyond, iterations=1), problem)
+        record.expect(not _fits(record, flags, beyond), problem)
 
 
-def _fits(record: Record, flags: str, tokens: int, *, iterations: int) -> bool:
-    try:
-        steps = train(f"{flags} --seq-length {tokens}", iterations=iterations)
+def _fits(record: Record, flags: str, tokens: int) -> bool:
+    try:  # two steps: the second one has Adam's moments
+        steps = train(f"{flags} --seq-length {tokens}", iterations=2)
     except TrainingFailed as error:
         if not error.is_out_of_memory:
             raise

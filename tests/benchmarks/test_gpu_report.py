@@ -7,11 +7,16 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.gpu import unit_tests
-from benchmarks.gpu.gpu_report import PARTS, Part, report, result_name, run_parts
+from benchmarks.gpu import memory, unit_tests
+from benchmarks.gpu.gpu_report import PARTS, Part, default_scale, report, result_name, run_parts
 from benchmarks.gpu.record import Record, markdown
 from benchmarks.gpu.sizes import ROOT, TOY
+from megatron_untied.context_parallel.kernels.flash_attention import (
+    FlashAttention3,
+    FlashAttention4,
+)
 from tests.support.ranks import run_on_ranks
 
 TABLES = {
@@ -97,6 +102,27 @@ def test_a_record_is_whole_while_it_is_written(tmp_path, monkeypatch):
 def write_half(path: Path, text: str) -> None:
     path.write_bytes(text[: len(text) // 2].encode())
     raise KeyboardInterrupt
+
+
+def test_flash_attention_4_has_time_to_compile(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for missing, scale in (("a Blackwell data center GPU", 1.0), (None, 3.0)):
+        monkeypatch.setattr(FlashAttention4, "missing", lambda device, said=missing: said)
+        assert default_scale("cuda") == scale
+    assert default_scale("cpu") == 5.0
+
+
+def test_plan_and_trace_are_of_the_kernel_that_is_installed(monkeypatch, tmp_path):
+    """A Hopper GPU with nothing beyond requirements.txt runs torch's flash attention."""
+    monkeypatch.setattr(memory, "current_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(FlashAttention3, "missing", lambda device: "the package FlashAttention-3")
+    assert set(memory.this_machine_alone().kernels) >= {"torch-flash"}
+    traced = {}
+    monkeypatch.setattr(memory.subprocess, "run", lambda command, **_: traced.update(to=command))
+    (tmp_path / "trace.json").write_text('{"peak_device_bytes": 1}')
+    memory.traced_peak(TOY.model.format(layers=1) + "--seq-length 128", tmp_path / "trace.json")
+    assert traced["to"][-2:] == ["--attention-backend", "torch-flash"]
 
 
 def test_runs_and_parts_do_not_overwrite_each_others_results():

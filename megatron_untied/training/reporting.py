@@ -53,6 +53,7 @@ class LogLine:
     """The stage of a run with several sequence lengths, such as 2/3."""
     seq_length: int = 0
     consumed_tokens: int = 0
+    """Of ``consumed_samples``."""
 
     def __str__(self) -> str:
         """The line. The fields from tokens/s on are ours; the others are Megatron's."""
@@ -296,7 +297,7 @@ class Reporter:
             log_throughput=config.logging.log_throughput,
             stage=self._stage_at(last.iteration),
             seq_length=config.batch.seq_length,
-            consumed_tokens=config.num_tokens(0, last.iteration),
+            consumed_tokens=config.num_tokens(self.summary.start.data_start, last.iteration),
         )
         self._console.print(str(line))
         self._console.report(last.iteration)

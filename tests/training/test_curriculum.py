@@ -169,6 +169,7 @@ def heads_and_buffers(group, **flags) -> list[tuple]:
 def test_host_memory_is_that_of_the_stage(curriculum):
     """No more than a run of that length alone has, and no slot of the length before is left."""
     flags = curriculum | STREAMED | {"eval_iters": 0, "cp_heads_per_chunk": "auto"}
+    flags |= {"use_torch_fsdp2": True, "use_distributed_optimizer": None}
     flags["lr_decay_iters"] = ITERATIONS
     staged = in_stages(flags, train_iters=5, seq_length_schedule="0:64,3:128:rotary-base=5e4")
     found, _ = run_on_ranks(heads_and_buffers, 2, **staged)

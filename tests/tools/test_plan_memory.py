@@ -236,3 +236,11 @@ def test_automatic_settings_of_stages_share_the_granularity(capsys):
 def test_refuses_a_schedule_that_cannot_be_planned(capsys, flags, message):
     assert plan.main([*STAGES, "--seq-length-schedule", "0:8192,100:65536", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_chats_without_files_are_asked_for(capsys):
+    """And mock data, which chats do not have, are not spoken of."""
+    assert plan.main([*FITS, "--sft", "--tokenizer-type", "HuggingFaceTokenizer"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --sft needs --data-path, which names files of chats; give it\n"
+    )

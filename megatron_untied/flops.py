@@ -32,14 +32,21 @@ def slow_step_seconds(
     forwards = 4 if memory.recompute_granularity else 3
     linear = linear_flops(model, seq_length=seq_length)
     layer = attention_flops(model, seq_length=seq_length)
-    attention = model.num_layers * layer * attention_units(memory)
+    attention = model.num_layers * layer * attention_units(memory, model.num_layers)
     return num_samples * (forwards * linear + attention) / world_size / flops_per_second
 
 
-def attention_units(memory: MemoryConfig) -> float:
-    """Cost of a layer's attention in a step, in units of its forward; an upper bound for "auto"."""
-    recomputed = memory.recompute_granularity in ("full", "auto")
-    recompute = COST[Phase.RECOMPUTE_ATTENTION] if recomputed else 0.0
+def attention_units(memory: MemoryConfig, num_layers: int) -> float:
+    """Cost of an average layer's attention in a step, in units of its forward.
+
+    An upper bound for "auto".
+    """
+    recomputed = 0.0
+    if "auto" in (memory.recompute_granularity, memory.attention_output_layers):
+        recomputed = 1.0
+    elif memory.recompute_granularity is not None:
+        recomputed = memory.first_kept_output(num_layers) / num_layers
+    recompute = recomputed * COST[Phase.RECOMPUTE_ATTENTION]
     return COST[Phase.ATTENTION_FORWARD] + recompute + COST[Phase.ATTENTION_BACKWARD]
 
 

@@ -45,6 +45,7 @@ from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.activation_store import ActivationStore
 from megatron_untied.streaming.host_arena import HostArena
 from megatron_untied.streaming.layer import StreamedTransformerLayer, StreamingContext
+from megatron_untied.streaming.projections import UNREAD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,8 +201,9 @@ def layer_spec(
     ends_on_host: bool = False,
 ) -> ModuleSpec:
     """The streamed layer if layers recompute, else megatron-core's standard one."""
-    submodules = layer_submodules(config, backend, context)
-    if memory.recompute_granularity is None:
+    is_streamed = memory.recompute_granularity is not None
+    submodules = layer_submodules(config, backend, context, is_streamed=is_streamed)
+    if not is_streamed:
         return ModuleSpec(module=TransformerLayer, submodules=submodules)
     streaming = streaming_context(
         config.num_layers, memory, context.workspace, arena, ends_on_host=ends_on_host
@@ -229,18 +231,27 @@ def streaming_context(
 
 
 def layer_submodules(
-    config: TransformerConfig, backend: Backend, context: AttentionContext
+    config: TransformerConfig,
+    backend: Backend,
+    context: AttentionContext,
+    *,
+    is_streamed: bool = False,
 ) -> TransformerLayerSubmodules:
     """Megatron-core's standard layer with our self-attention in its slot."""
     head_norm = backend.norm if config.qk_layernorm else None
     column, row = backend.column_parallel_linear, backend.row_parallel_linear
+    qkv, fc2 = column, row
+    if is_streamed:
+        fc2 = UNREAD.get(row, row)
+        if head_norm is None:  # norms of queries and keys read them in backward too
+            qkv = UNREAD.get(column, column)
     return TransformerLayerSubmodules(
         input_layernorm=backend.norm,
         self_attention=ModuleSpec(
             module=UntiedUlyssesSelfAttention,
             params={"attn_mask_type": AttnMaskType.causal, "context": context},
             submodules=SelfAttentionSubmodules(
-                linear_qkv=column,
+                linear_qkv=qkv,
                 core_attention=NoCoreAttention,
                 linear_proj=row,
                 q_layernorm=head_norm,
@@ -249,7 +260,7 @@ def layer_submodules(
         ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=backend.norm,
-        mlp=mlp_slot(config, MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+        mlp=mlp_slot(config, MLPSubmodules(linear_fc1=column, linear_fc2=fc2)),
         mlp_bda=get_bias_dropout_add,
     )
 

@@ -60,6 +60,7 @@ class MemoryCategory(StrEnum):
     INPUTS = "batch and rotary table"
     LOADER = "data loader"
     CHECKPOINT = "checkpoint being written"
+    FILE_CACHE = "file cache"
 
 
 class AllocationObserver(TorchDispatchMode):

@@ -50,7 +50,10 @@ class Rows:
         share the device ``memory`` of two tiles: only one iteration over it may be under way.
         """
         del memory
-        return (self._tensor[tile.local] for tile in tiles)
+        # Transposed from [1, n, m], the dimension of the samples keeps a stride of n * m, for which
+        # torch runs a product as a batch of vectors, three times slower: the view has none.
+        rows = self._tensor.view(self.shape)
+        return (rows[tile.local] for tile in tiles)
 
     def outputs(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
         """Memory to write each tile into, complete when the next is taken.

@@ -90,7 +90,7 @@ def positions_of_a_step(group, parallel: dict, memory: MemoryConfig) -> tuple[li
     model = make_model(config, parallel, memory, groups=groups, progress=progress)
     mark = progress._mark
     progress._mark = lambda position: (marked.append(position), mark(position))
-    progress.begin("iteration 1", LAYERS * attention_units(memory))
+    progress.begin("iteration 1", LAYERS * attention_units(memory, LAYERS))
     layout = model.decoder.layers[0].self_attention.context.layout
     shard = {name: layout.shard(x) for name, x in batch(config, 32, 1).items()}
     with progress.phase(Phase.FORWARD):
@@ -106,6 +106,9 @@ MEMORIES = {
     "full": MemoryConfig(recompute_granularity="full"),
     "full in groups": MemoryConfig(recompute_granularity="full", recompute_num_layers=2),
     "selective": MemoryConfig(recompute_granularity="selective"),
+    "selective in a part": MemoryConfig(
+        recompute_granularity="selective", attention_output_layers=1, recompute_num_layers=2
+    ),
 }
 SPLITS = {
     "1 rank": (1, {}),
@@ -127,7 +130,7 @@ def test_a_step_adds_up_to_all_of_its_attention(memory, split):
     chunks = [(layer, chunk) for layer in range(LAYERS) for chunk in range(2)]
     forward = [(Phase.ATTENTION_FORWARD, *chunk) for chunk in chunks]
     assert seen[: len(forward)] == forward
-    again = "full" in memory
+    again = memory in ("full", "full in groups", "selective in a part")
     assert {kind for kind, _, _ in seen} == {
         Phase.ATTENTION_FORWARD,
         Phase.ATTENTION_BACKWARD,

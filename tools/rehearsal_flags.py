@@ -61,10 +61,9 @@ def rehearsal(argv: Sequence[str]) -> tuple[int, list[str]]:
         flags += ["--vocab-size", "1000"]
     limits = {"recompute_num_layers": 2, "eval_iters": 1, "loss_chunk_size": 96,
               "sequence_tile_size": 96, "lr_wsd_decay_iters": 1, "eval_interval": 2}  # fmt: skip
-    if values["cpu_offloading_num_layers"] != "all":
-        limits["cpu_offloading_num_layers"] = num_layers
+    limits |= {"cpu_offloading_num_layers": num_layers, "attention_output_layers": num_layers}
     for name, most in limits.items():
-        if name in given:
+        if isinstance(given.get(name), int):  # not "auto" or "all"
             flags += ["--" + name.replace("_", "-"), str(min(given[name], most))]
     if values["save"]:
         flags += ["--save-interval", "2"]

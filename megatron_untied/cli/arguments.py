@@ -58,6 +58,8 @@ from megatron_untied.config.run import (
     ScheduleConfig,
 )
 from megatron_untied.flops import slow_step_seconds
+from megatron_untied.planner.automatic import SAVED, is_automatic
+from megatron_untied.planner.geometry import by_sizes
 from megatron_untied.platform import device
 from megatron_untied.presets import read_preset
 
@@ -81,11 +83,13 @@ REQUIRED_FLAGS = {
     "loss_on": "sft",
     "long_samples": "sft",
     "loss_weighting": "sft",
+    "attention_output_layers": "recompute_granularity",
     "recompute_method": "recompute_granularity",
     "recompute_num_layers": "recompute_granularity",
     "sequence_tile_size": "recompute_granularity",
     "cpu_offloading_num_layers": "recompute_granularity",
     "park_during_attention": "recompute_granularity",
+    "verify_recompute": "recompute_granularity",
     "profile_step_start": "profile",
     "profile_step_end": "profile",
     "profile_ranks": "profile",
@@ -108,7 +112,9 @@ REQUIRED_FLAGS = {
 """Flags that have no effect without another flag, and that other flag; alone they are refused."""
 
 
-def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
+def parse_arguments(
+    argv: Sequence[str], *, world_size: int, leaves_sizes: bool = False
+) -> RunConfig:
     """Parse and check the flags of a run.
 
     Reads the tokenizer for the size of its vocabulary and, with --use-checkpoint-args, the
@@ -117,6 +123,8 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
     Args:
         argv: the command line, without the program's name.
         world_size: number of ranks.
+        leaves_sizes: keep "auto" for tile, chunk of the loss and overlap, for plans of other
+            lengths.
 
     Raises:
         ValueError: an unknown or unsupported flag, an invalid value, or values that contradict each
@@ -143,7 +151,7 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         ParallelConfig, values, hierarchical_context_parallel_sizes=sizes and tuple(sizes)
     )
     model = _model(given, values, data)  # reads the tokenizer, and perhaps a checkpoint
-    memory = _memory(values, model)
+    memory = _memory(given, values, model)
     batch = _batch(values, parallel, world_size)
     config = RunConfig(
         model=model,
@@ -173,7 +181,12 @@ def parse_arguments(argv: Sequence[str], *, world_size: int) -> RunConfig:
         config = in_stages(config, given, texts, keep_batch_tokens=keep, parse=parse_flags)
     config = replace(config, distributed=_distributed(values, longest_timeout(config, world_size)))
     validate(config, world_size)  # all remaining problems at once, one per line
-    return config
+    # What the planner is to choose it chooses together, for the memory of the machine.
+    if leaves_sizes or is_automatic(config):
+        return config
+    stages = (config.in_stage(number) for number in range(len(config.stages) or 1))
+    sized = by_sizes(max(stages, key=lambda each: each.batch.seq_length))  # the same in all of them
+    return replace(config, memory=sized.memory, parallel=sized.parallel)
 
 
 def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
@@ -267,10 +280,13 @@ def _model(given: Values, values: Values, data: DataConfig) -> ModelConfig:
     return replace(model, vocab_size=model_vocab_size(values, data, stored_rows))
 
 
-def _memory(values: Values, model: ModelConfig) -> MemoryConfig:
-    offloaded = values["cpu_offloading_num_layers"]
+def _memory(given: Values, values: Values, model: ModelConfig) -> MemoryConfig:
+    opened = {}
+    if values["recompute_granularity"] == "auto":  # and what is not given of its settings
+        opened = {name: "auto" for _, name in SAVED if name not in given}
+    offloaded = opened.get("cpu_offloading_num_layers", values["cpu_offloading_num_layers"])
     num_layers = model.num_layers if offloaded == "all" else offloaded
-    return _take(MemoryConfig, values, cpu_offloading_num_layers=num_layers)
+    return _take(MemoryConfig, values, **opened | {"cpu_offloading_num_layers": num_layers})
 
 
 def _batch(values: Values, parallel: ParallelConfig, world_size: int) -> BatchConfig:
@@ -324,7 +340,18 @@ def _distributed(values: Values, timeout: float) -> DistributedConfig:
             f"--distributed-timeout-minutes {given} is not above 0 and at most "
             f"{A_YEAR_IN_MINUTES}, a year; use {timeout:.0f}, enough for this step"
         )
-    return DistributedConfig(backend=backend, timeout_minutes=given or timeout)
+    enable_ft_package = values["enable_ft_package"]
+    if enable_ft_package and importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        raise ValueError(
+            "--enable-ft-package needs the package nvidia-resiliency-ext, which is not installed; "
+            "run pip install nvidia-resiliency-ext and start the run with its ft_launcher, or "
+            "leave out the flag and use torchrun --max-restarts"
+        )
+    return DistributedConfig(
+        backend=backend,
+        timeout_minutes=given or timeout,
+        enable_ft_package=enable_ft_package,
+    )
 
 
 def _with_negative_values(argv: Sequence[str]) -> list[str]:

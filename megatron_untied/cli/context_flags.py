@@ -1,57 +1,37 @@
 """Flags and launch command of the settings found by a search for the longest context."""
 
-import operator
 import shlex
 from collections.abc import Sequence
 
 from megatron_untied.cli.arguments import parse_flags
 from megatron_untied.config.flag_names import flag_of
 from megatron_untied.config.run import RunConfig
+from megatron_untied.planner.automatic import OPEN, flags_of
 from megatron_untied.planner.machine import Machine
 
 _SEARCHED = (
-    "batch.seq_length",
-    "parallel.context_parallel_size",
-    "parallel.cp_comm_type",
-    "parallel.hierarchical_context_parallel_sizes",
-    "parallel.heads_per_chunk",
-    "parallel.cp_overlap",
-    "memory.loss_chunk_size",
-    "optimization.use_distributed_optimizer",
-    "optimization.use_torch_fsdp2",
-    "optimization.optimizer_cpu_offload",
-    "memory.recompute_granularity",
+    ("batch", "seq_length"),
+    ("parallel", "context_parallel_size"),
+    ("parallel", "cp_comm_type"),
+    ("parallel", "hierarchical_context_parallel_sizes"),
+    ("optimization", "use_distributed_optimizer"),
+    ("optimization", "use_torch_fsdp2"),
+    ("optimization", "optimizer_cpu_offload"),
+    *OPEN,
 )
-"""Fields of RunConfig that the search for the longest context may change."""
-
-_SEARCHED_IN_STREAMED_LAYERS = (
-    "memory.recompute_num_layers",
-    "memory.cpu_offloading_num_layers",
-    "memory.park_during_attention",
-    "memory.sequence_tile_size",
-)
-"""Further such fields, of streamed layers; refused without ``--recompute-granularity``."""
+"""Parts and fields of a configuration that the search for the longest context may change."""
 
 _REPLACED_FLAGS = {
     # Refused without --recompute-granularity, which the search may remove.
     "--recompute-method",
-    *map(flag_of, (*_SEARCHED, *_SEARCHED_IN_STREAMED_LAYERS)),
+    "--no-cp-overlap",
+    *(flag_of(f"{part}.{name}") for part, name in _SEARCHED),
 }
 
 
 def context_flags(config: RunConfig) -> list[str]:
     """Write every setting that the search may change as flags."""
-    streamed = config.memory.recompute_granularity is not None
-    words = []
-    for field in (*_SEARCHED, *(_SEARCHED_IN_STREAMED_LAYERS if streamed else ())):
-        flag, value = flag_of(field), operator.attrgetter(field)(config)
-        if isinstance(value, bool):
-            # A switch is given if it changes its default; --no-... switches change True.
-            if value != flag.startswith("--no-"):
-                words.append(flag)
-        elif value is not None:
-            words += [flag, *map(str, value if isinstance(value, tuple) else [value])]
-    return words
+    return flags_of(config, _SEARCHED)
 
 
 def training_flags(given: Sequence[str], config: RunConfig) -> list[str]:

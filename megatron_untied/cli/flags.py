@@ -47,16 +47,18 @@ def flag(name: str, kind: Callable = text, default: Any = None, **options: Any) 
     return name, {"type": kind, "default": default, **options}
 
 
-def switch(name: str, help: str, *, off: str | None = None) -> Flag:
+def switch(name: str, help: str, *, off: str | None = None, default: Any = None) -> Flag:
     """A flag without a value.
 
     Args:
         name: as on the command line.
         help: for --help.
         off: name of the value that the flag sets to False; None: the flag sets its own to True.
+        default: if the flag is not given; None is the other truth value.
     """
     action = "store_false" if off else "store_true"
-    return name, {"action": action, "help": help, "default": bool(off)} | (
+    default = bool(off) if default is None else default
+    return name, {"action": action, "help": help, "default": default} | (
         {"dest": off} if off else {}
     )
 
@@ -203,9 +205,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             help="query heads per exchange; fewer take less memory; auto: the most that fit",
         ),
         switch(
+            "--cp-overlap",
+            "overlap the exchange of the next chunk with attention; auto: below 1Mi tokens",
+            default="auto",
+        ),
+        switch(
             "--no-cp-overlap",
-            "do not overlap the exchange of the next chunk with attention",
+            "do not overlap them: one set of chunk buffers",
             off="cp_overlap",
+            default="auto",
         ),
         switch("--use-distributed-optimizer", "shard optimizer states over the DP x CP ranks"),
         switch("--use-torch-fsdp2", "shard weights, gradients and states over the DP x CP ranks"),
@@ -218,6 +226,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             help="timeout of a collective "
             "(10, or the time of a step at 200 TFLOP/s per GPU if longer)",
         ),
+        switch(
+            "--enable-ft-package",
+            "report progress to nvidia-resiliency-ext; start the run with its ft_launcher",
+        ),
     ),
     "memory and precision": (
         switch(
@@ -227,29 +239,43 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         switch("--bf16", "compute in bf16; main weights, gradients and moments are fp32"),
         flag(
             "--loss-chunk-size",
-            tokens,
-            metavar="T",
-            help="tokens whose logits are materialized at a time",
+            all_or(tokens, "auto"),
+            "auto",
+            metavar="T|auto",
+            help="tokens whose logits are materialized at a time; auto: up to 2 GiB of them",
         ),
         flag(
             "--recompute-granularity",
             choices=["full", "selective", "auto"],
-            help="stream layers and recompute them; selective keeps attention; auto: what fits",
+            help="stream layers and recompute them; selective keeps attention; auto: what fits, as "
+            "is then what is not given of the settings of streamed layers",
+        ),
+        flag(
+            "--attention-output-layers",
+            all_or(index, "auto"),
+            metavar="N|auto",
+            help="selective: keep attention in the last N layers (all) and recompute it in others",
         ),
         flag("--recompute-method", choices=["uniform"], help="checkpoint groups of equal size"),
-        flag("--recompute-num-layers", count, 1, help="layers per checkpoint group"),
+        flag(
+            "--recompute-num-layers",
+            all_or(count, "auto"),
+            1,
+            metavar="K|auto",
+            help="layers per checkpoint group",
+        ),
         flag(
             "--sequence-tile-size",
-            tokens,
-            8192,  # smaller tiles save little memory and leave a GPU idle
-            metavar="T",
-            help="tokens per tile of a streamed layer",
+            all_or(tokens, "auto"),
+            "auto",
+            metavar="T|auto",
+            help="tokens per tile of a streamed layer; auto: 8192, fewer for wide models",
         ),
         flag(
             "--cpu-offloading-num-layers",
-            all_or(index, "all"),
+            all_or(index, "all", "auto"),
             0,
-            metavar="N|all",
+            metavar="N|all|auto",
             help="layers whose saved activations are offloaded to the host",
         ),
         switch("--park-during-attention", "keep the residual, its gradient, dK and dV on the host"),
@@ -393,8 +419,22 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         switch(
             "--no-check-for-nan-in-loss-and-grad",
-            "continue after a loss or gradient that is not finite",
+            "skip a step whose loss or gradient is not finite, instead of ending the run",
             off="check_for_nan",
+        ),
+        switch(
+            "--rerun-on-nan",
+            "run a step that is not finite once more, to tell a flaky device from bad data",
+        ),
+        switch(
+            "--check-for-spiky-loss",
+            "count and report losses of 10 times the largest of the first 100",
+        ),
+        flag(
+            "--verify-recompute",
+            count,
+            metavar="N",
+            help="every N iterations, compare recomputed values with those of forward",
         ),
     ),
     "checkpoint": (
@@ -488,7 +528,6 @@ SWITCHES = frozenset(
 
 NOT_YET: dict[str, str] = {
     # Planned features.
-    "--verify-recompute": "recomputed values are not compared with saved ones yet",
     "--attention-backend unfused": "use local, attention by matrix products",
     # Megatron's flags for features that the design excludes.
     "--pipeline-model-parallel-size": "not implemented; use tensor, context and data parallelism",
@@ -504,5 +543,7 @@ NOT_YET: dict[str, str] = {
     "--rotary-interleaved": "pairs are rotated across the halves of a head",
     "--no-rope-freq": "every layer has rotary embedding",
     "--multi-latent-attention": "multi-latent attention is not implemented",
+    "--rerun-mode": "use --rerun-on-nan, which repeats a step that is not finite once",
+    "--check-for-large-grads": "gradients that are not finite end the run; see --clip-grad",
     "--rampup-batch-size": "the batch size is constant",
 }

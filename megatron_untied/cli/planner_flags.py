@@ -14,8 +14,9 @@ from megatron_untied.checkpoint.run_config import read_model_config
 from megatron_untied.cli.arguments import FlagParser, parse_arguments, parse_flags
 from megatron_untied.cli.flag_values import count, real
 from megatron_untied.cli.validate import problems
-from megatron_untied.config.flag_names import value_name
+from megatron_untied.config.flag_names import flag_of, value_name
 from megatron_untied.config.run import RunConfig
+from megatron_untied.planner.automatic import legal_chunks
 from megatron_untied.planner.machine import (
     DEFAULT_GPU,
     DEVICE_RESERVE_GIB,
@@ -25,7 +26,6 @@ from megatron_untied.planner.machine import (
     read_gpus,
     unlisted_gpu,
 )
-from megatron_untied.planner.search import legal_chunks
 
 ASSUMED_FLAGS = {
     "micro_batch_size": ["--micro-batch-size", "1"],
@@ -55,6 +55,8 @@ class PlanRequest:
     """No --seq-length was given, so only the search for the longest context is reported."""
     max_context: bool
     """Search the longest context."""
+    tune: bool
+    """List the fastest plans that fit."""
     compare: bool
     """Compare with published methods."""
     buffers: bool
@@ -84,12 +86,15 @@ def parse_plan_request(argv: Sequence[str], description: str | None = None) -> P
             "--max-context searches one length, and --seq-length-schedule has several; leave out "
             "one of them"
         )
+    if own.tune:
+        for name in ("heads_per_chunk", "recompute_granularity"):
+            words += [] if name in given else [flag_of(name), "auto"]
     assumed_length = own.max_context and "seq_length" not in given
     if assumed_length:
         # Divisible over all ranks at every split; the search replaces it.
         shortest = 2 * machine.world_size * given.get("tensor_model_parallel_size", 1)
         words += ["--seq-length", str(shortest)]
-    config = parse_arguments(words, world_size=machine.world_size)
+    config = parse_arguments(words, world_size=machine.world_size, leaves_sizes=True)
     larger = tuple(_more_context_ranks(config, given, machine))
     other_ranks: tuple[RunConfig, ...] = ()
     if own.max_context and "context_parallel_size" not in given:
@@ -105,6 +110,7 @@ def parse_plan_request(argv: Sequence[str], description: str | None = None) -> P
         more_context_ranks=larger,
         assumed_length=assumed_length,
         max_context=own.max_context,
+        tune=own.tune,
         compare=own.compare,
         buffers=own.buffers,
         json=own.json,
@@ -187,6 +193,12 @@ def planner_parser(description: str | None = None) -> argparse.ArgumentParser:
         action="store_true",
         help="also find the longest context that fits, with these flags and with the best ones; "
         "--seq-length may be left out",
+    )
+    built.add_argument(
+        "--tune",
+        action="store_true",
+        help="leave chunks of heads and recomputation to the planner unless they are given, and "
+        "list the fastest plans that fit with their times",
     )
     built.add_argument("--compare", action="store_true", help="also estimate published methods")
     built.add_argument(

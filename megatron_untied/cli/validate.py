@@ -48,6 +48,11 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _schedule_of_checkpoint(config.checkpoint)
     if config.loop.skip_train and not config.evaluation.eval_iters:
         yield "--skip-train only evaluates, but --eval-iters is 0; give --eval-iters 1 or more"
+    if config.loop.rerun_on_nan and not config.loop.check_for_nan:
+        yield (
+            "--rerun-on-nan repeats a step before the run ends at it, and "
+            "--no-check-for-nan-in-loss-and-grad skips the step instead; give one of them"
+        )
     yield from _optimizer(config)
     yield from _profiling(config, world_size)
     if not wrong_sizes:
@@ -89,14 +94,26 @@ def _yarn(rotary: RotaryConfig) -> Iterator[str]:
 
 def _memory(config: RunConfig) -> Iterator[str]:
     offloaded, layers = config.memory.cpu_offloading_num_layers, config.model.num_layers
-    if offloaded > layers:
+    if offloaded != "auto" and offloaded > layers:
         yield (
             f"--cpu-offloading-num-layers {offloaded} is more than --num-layers {layers}; "
             f"use {layers}, or all"
         )
-    if config.memory.recompute_num_layers > layers:
+    kept, granularity = config.memory.attention_output_layers, config.memory.recompute_granularity
+    if granularity == "full" and kept not in (None, 0):
         yield (
-            f"--recompute-num-layers {config.memory.recompute_num_layers} is more than "
+            f"--attention-output-layers {kept} keeps attention outputs, and "
+            "--recompute-granularity full recomputes all of them; give selective"
+        )
+    elif kept not in (None, "auto") and kept > layers:
+        yield (
+            f"--attention-output-layers {kept} is more than --num-layers {layers}; use {layers}, "
+            "or leave it out"
+        )
+    group = config.memory.recompute_num_layers
+    if group != "auto" and group > layers:
+        yield (
+            f"--recompute-num-layers {group} is more than "
             f"--num-layers {layers}; use {layers} to keep the input of the first layer only"
         )
 

@@ -19,9 +19,10 @@ import torch
 from megatron_untied.cli.planner_flags import parse_plan_request
 from megatron_untied.commands import documentation
 from megatron_untied.phases import MemoryCategory
+from megatron_untied.planner.automatic import choose, is_automatic
 from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
 from megatron_untied.planner.plan import Plan, peak_bytes
-from megatron_untied.planner.search import choose, is_automatic, plan_stages
+from megatron_untied.planner.search import plan_stages
 from megatron_untied.platform import device
 
 NO_LIMIT = float("inf")
@@ -98,6 +99,7 @@ def needs_of(plan: Plan, *, on_cpus: bool) -> Node:
     """What a plan takes per node, with reserves; on CPUs device memory is the host's."""
     ranks, peak = plan.machine.gpus_per_node, plan.peak.num_bytes / GIB
     host, loader = plan.host.total() / GIB, plan.host[MemoryCategory.LOADER] / GIB
+    cached = plan.host[MemoryCategory.FILE_CACHE] / GIB
     if on_cpus:
         return Node(
             host_memory_gib=ranks * (peak + host + HOST_RESERVE_GIB),
@@ -107,7 +109,7 @@ def needs_of(plan: Plan, *, on_cpus: bool) -> Node:
         gpus=ranks,
         gpu_memory_gib=peak + DEVICE_RESERVE_GIB,
         host_memory_gib=ranks * (host + HOST_RESERVE_GIB),
-        pinned_gib=host - loader,  # workers' samples are in shared memory instead
+        pinned_gib=host - loader - cached,  # workers' samples are in shared memory instead
         shared_memory_gib=ranks * loader + SHARED_RESERVE_GIB,
     )
 

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from operator import itemgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -27,21 +26,29 @@ from megatron_untied.cli.planner_flags import PlanRequest, parse_plan_request
 from megatron_untied.commands import documentation
 from megatron_untied.config.run import RunConfig
 from megatron_untied.planner import buffer_table
-from megatron_untied.planner.baselines import METHODS, Setting
-from megatron_untied.planner.longest_context import LongestContext, limit_of, longest_context
-from megatron_untied.planner.machine import GIB
-from megatron_untied.planner.plan import Plan, fits, longest, peak_bytes
-from megatron_untied.planner.report import as_json, print_line, print_plan
-from megatron_untied.planner.search import (
-    candidates,
+from megatron_untied.planner.automatic import (
+    OPEN,
     describe,
-    describe_stage,
-    fastest,
+    flags_of,
     is_automatic,
-    plan_stages,
-    search,
+    nearest,
+    ranked,
     settings,
     sizes,
+)
+from megatron_untied.planner.baselines import METHODS, Setting
+from megatron_untied.planner.machine import GIB
+from megatron_untied.planner.plan import Plan, fits, peak_bytes
+from megatron_untied.planner.report import as_json, print_line, print_plan
+from megatron_untied.planner.search import (
+    LongestContext,
+    describe_stage,
+    limit_of,
+    longest_context,
+    longest_open,
+    plan_stages,
+    search,
+    with_unlimited_host,
 )
 
 EXAMPLE = "--model llama3-8b --bf16 --gpus-per-node 8 --max-context"
@@ -95,6 +102,8 @@ def answer(request: PlanRequest) -> int:
     found = as_json(plan)
     if stages:
         found["stages"] = [as_json(each) for each in stages]
+    if request.tune:
+        found["tuned"] = report_tuned(request, console)
     if request.buffers:
         buffer_table.print_buffers(plan, console)
         found["buffers"] = buffer_table.as_json(plan)
@@ -119,7 +128,10 @@ def in_stage(request: PlanRequest, stage: int, config: RunConfig) -> PlanRequest
 def plan_of(request: PlanRequest) -> Plan:
     """The plan; with automatic settings that do not fit, the one that lacks least."""
     config, machine = request.config, request.machine
-    return fastest(config, machine) if is_automatic(config) else Plan(config, machine)
+    if not is_automatic(config):
+        return Plan(config, machine)
+    found = ranked(config, machine, only_fastest=True)
+    return found[0] if found else nearest(config, machine)
 
 
 FAR_SLOWER = 0.9
@@ -166,20 +178,16 @@ def report_longest(
     request: PlanRequest, best: LongestContext | None, console: Console
 ) -> dict[str, object]:
     """Print the longest contexts: with the flags that were given, and with the best ones."""
-    # With "auto" every length may have other settings, so the longest of all of them counts.
-    configs = candidates(request.config, request.machine)
-    plans = [Plan(config, request.machine) for config in configs]
-    on_device, (tokens, plan) = (
-        max(((longest(plan, with_host=host), plan) for plan in plans), key=itemgetter(0))
-        for host in (False, True)
-    )
-    limit = limit_of(plan, tokens)
+    given = Plan(request.config, request.machine, every_layer=False)
+    tokens, _ = longest_open([given])
+    on_device, _ = longest_open([with_unlimited_host(given)])
+    limit = limit_of([given], tokens)
     print_line(
         console,
         f"longest context with these flags: {tokens:,} tokens, limited by {limit}; "
-        f"{on_device[0]:,} if the host had no limit",
+        f"{on_device:,} if the host had no limit",
     )
-    found = {"tokens": tokens, "tokens_without_host_limit": on_device[0], "limit": limit}
+    found = {"tokens": tokens, "tokens_without_host_limit": on_device, "limit": limit}
     if best is None:
         print_line(console, "longest context with the best flags: none fits")
         return found | {"best": None}
@@ -199,6 +207,27 @@ def report_longest(
         "step_seconds": seconds,
     }
     return found | {"best": best_found}
+
+
+def report_tuned(request: PlanRequest, console: Console) -> list[dict[str, object]]:
+    """Print the plans that fit, fastest first: one for every way to save activations."""
+    plans = ranked(request.config, request.machine)
+    print_line(console, f"plans that fit, fastest first: {len(plans)}")
+    for plan in plans:
+        print_line(
+            console,
+            f"{plan.time.seconds:12,.1f} s per step  {plan.peak.num_bytes / GIB:6.1f} GiB per GPU "
+            f"{plan.host.total() / GIB:7.1f} GiB of host memory per rank  {settings(plan)}",
+        )
+    return [
+        {
+            "step_seconds": plan.time.seconds,
+            "peak_bytes": plan.peak.num_bytes,
+            "host_bytes": plan.host.total(),
+            "flags": flags_of(plan.config, OPEN),
+        }
+        for plan in plans
+    ]
 
 
 def report_methods(plan: Plan, console: Console) -> dict[str, float]:

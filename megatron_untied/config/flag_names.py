@@ -6,7 +6,6 @@ A field and its flag differ only in ``--`` and dashes, except for those in ``IRR
 IRREGULAR_FLAGS = {
     "heads_per_chunk": "--cp-heads-per-chunk",
     "stages": "--seq-length-schedule",
-    "cp_overlap": "--no-cp-overlap",
     "distributed.backend": "--distributed-backend",
     "distributed.timeout_minutes": "--distributed-timeout-minutes",
     "check_for_nan": "--no-check-for-nan-in-loss-and-grad",

@@ -87,9 +87,10 @@ class ParallelConfig:
     heads_per_chunk: int | Literal["all", "auto"] = "all"
     """Query heads (u) per exchange, over all Ulysses ranks; a chunk buffer has s/p * b * u * d
     elements. "all" is a single exchange, as in DeepSpeed-Ulysses. "auto" is chosen by the planner
-    before the model is built; see :mod:`megatron_untied.planner.search`."""
-    cp_overlap: bool = True
-    """Overlap the exchange of the next chunk with attention; needs a second set of buffers."""
+    before the model is built; see :mod:`megatron_untied.planner.automatic`."""
+    cp_overlap: bool | Literal["auto"] = True
+    """Overlap the exchange of the next chunk with attention; needs a second set of buffers. "auto":
+    see :mod:`megatron_untied.planner.geometry`."""
 
     @property
     def num_ulysses_and_ring(self) -> tuple[int, int]:
@@ -106,18 +107,30 @@ class MemoryConfig:
 
     recompute_granularity: Literal["full", "selective", "auto"] | None = None
     """None: ordinary autograd. full: save the layer input. selective: also save the attention
-    output and its log-sum-exp, so attention is not recomputed. "auto" is chosen by the planner."""
-    recompute_num_layers: int = 1
+    output and its log-sum-exp, so attention is not recomputed. "auto", here and in the next four,
+    is chosen by the planner."""
+    attention_output_layers: int | Literal["auto"] | None = None
+    """selective: layers, from the last one backwards, that save the attention output; None is all.
+    The backward of others recomputes attention, in memory that the last layers' backward left."""
+    recompute_num_layers: int | Literal["auto"] = 1
     """Layers per checkpoint group, of which only the first input is saved."""
-    cpu_offloading_num_layers: int = 0
+    cpu_offloading_num_layers: int | Literal["auto"] = 0
     """Layers whose saved activations are offloaded to the host."""
-    park_during_attention: bool = False
+    park_during_attention: bool | Literal["auto"] = False
     """Keep the residual, its gradient, attention outputs and dK and dV on the host, from where they
     pass the device by tiles and by chunks of heads."""
-    sequence_tile_size: int = 8192
-    """Tokens per tile in the token-wise parts of a streamed layer."""
-    loss_chunk_size: int | None = None
+    sequence_tile_size: int | Literal["auto"] = 8192
+    """Tokens per tile in the token-wise parts of a streamed layer. "auto", here and below: see
+    :mod:`megatron_untied.planner.geometry`."""
+    loss_chunk_size: int | Literal["auto"] | None = None
     """Tokens whose logits are materialized at a time; None is a whole micro-batch."""
+
+    def first_kept_output(self, num_layers: int) -> int:
+        """The first layer that keeps its attention output for backward; ``num_layers``: none."""
+        kept = self.attention_output_layers
+        if kept is None:
+            kept = num_layers if self.recompute_granularity == "selective" else 0
+        return num_layers - kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

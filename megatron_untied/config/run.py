@@ -132,7 +132,13 @@ class LoopConfig:
     skip_train: bool = False
     """Evaluate once and exit."""
     check_for_nan: bool = True
-    """Stop at the first loss or gradient norm that is not finite."""
+    """Stop at the first loss or gradient norm that is not finite; otherwise skip such a step."""
+    rerun_on_nan: bool = False
+    """Before stopping run the step again, to tell a flaky device from bad data."""
+    check_for_spiky_loss: bool = False
+    """Count and report losses of 10 times the largest of the first 100."""
+    verify_recompute: int | None = None
+    """Interval of the iterations in which recomputed values are compared with those of forward."""
     exit_interval: int | None = None
     """Save and exit at the next multiple of this iteration."""
     exit_duration_in_mins: float | None = None
@@ -181,6 +187,8 @@ class DistributedConfig:
     backend: Literal["nccl", "gloo"]
     timeout_minutes: float = 10.0
     """A collective that takes longer ends the run."""
+    enable_ft_package: bool = False
+    """Report progress to the rank monitor of NVIDIA's resiliency extension."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

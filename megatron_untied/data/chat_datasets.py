@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from megatron_untied.checkpoint.collective_errors import same_on_all_ranks
 from megatron_untied.config.data import SPLIT_NAMES, DataConfig, check_split
+from megatron_untied.config.problems import first_few
 from megatron_untied.data.chat_packing import WINDOW, PackedSamples, pack
 from megatron_untied.data.chat_tokens import ChatEncoder, encoder_hash
 from megatron_untied.data.chats import chat_files, digest_of, read_chats
@@ -149,6 +150,12 @@ class PackedChats(Dataset):
             at = part.stop
         positions[at:] = torch.arange(s - at) % PADDING_DOCUMENT
         return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
+
+    def describe_sample(self, index: int) -> str:
+        """Sample ``index`` with its chats, counted from 1 in ``--data-path``, for messages."""
+        ends = self._packed.ends
+        chats = self._packed.members[ends[index - 1] if index else 0 : ends[index]] + 1
+        return f"sample {index} (chats {first_few(map(str, chats.tolist()), 6)})"
 
 
 def build_chat_datasets(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-FIELDS = ("tokens", "labels", "loss_mask", "positions")
+FIELDS = ("tokens", "labels", "loss_mask", "positions", "number")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +76,8 @@ def micro_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """This rank's micro-batches, dicts of host tensors [b, s]; without end, or up to ``stop``.
 
+    ``number`` is that of each sample in the dataset, int64 [b].
+
     A global batch is B / (b * data_parallel_size) of them; B is needed for a dataset that has
     ``attention_work``. The order depends neither on
     ``num_workers`` nor on interruptions of the run.
@@ -122,7 +124,7 @@ class _Samples(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor] | Exception:
         try:
-            return self.dataset[index]
+            return self.dataset[index] | {"number": torch.tensor(index)}
         except (ValueError, OSError) as error:
             return error
 
@@ -131,7 +133,8 @@ def _stack(samples: list[dict[str, Tensor] | Exception]) -> dict[str, Tensor] | 
     errors = [sample for sample in samples if isinstance(sample, Exception)]
     if errors:
         return errors[0]
-    # b times [s] -> [b, s]. A copy, in a worker into the shared memory that the parent reads.
+    # b times [s] -> [b, s], and [] -> [b]. A copy, in a worker into the shared memory that the
+    # parent reads.
     return {name: torch.stack([sample[name] for sample in samples]) for name in FIELDS}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_untied.config.data import DocumentBoundaries, Lengths, LengthWeights
+from megatron_untied.config.problems import first_few
 from megatron_untied.data.index_cache import Arrays, cached_arrays
 from megatron_untied.data.indexed_files import out_of_vocabulary, outside
 from megatron_untied.data.sample_order import sample_indices
@@ -106,6 +107,14 @@ class PackedDocuments(GPTDataset):
             positions -= starts[:-1].cummax(0).values
         return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
 
+    def describe_sample(self, index: int) -> str:
+        """Sample ``index`` with its documents and their file, for messages."""
+        row = self.shuffle_index[index]
+        first, last = self.sample_index[row : row + 2, 0]
+        documents = map(str, self.document_index[first : last + 1].tolist())
+        of_file = f" of {self.dataset_path}" if self.dataset_path else ""
+        return f"sample {index} (documents {first_few(documents, 6)}{of_file})"
+
     def _check_vocabulary(
         self, ids: np.ndarray, documents: np.ndarray, offset: int, ends: np.ndarray
     ) -> None:
@@ -159,3 +168,8 @@ class BlendedDocuments(BlendedDataset):
             ("dataset_index", "dataset_sample_index"),
             super()._build_indices,
         )
+
+    def describe_sample(self, index: int) -> str:
+        """Sample ``index`` of the mixture with what it is in its own dataset, for messages."""
+        own = self.datasets[self.dataset_index[index]]
+        return f"sample {index}: {own.describe_sample(int(self.dataset_sample_index[index]))}"

@@ -86,7 +86,7 @@ class ModelContext:
         self.config = config
         self.attention = attention_context(options, config, groups)
         backend = choose_backend(config.transformer_impl, config.normalization)
-        submodules = layer_submodules(config, backend, self.attention)
+        submodules = layer_submodules(config, backend, self.attention, is_streamed=options.streamed)
         self.submodules: TransformerLayerSubmodules = replace(
             submodules, sharded_state_dict_keys_map=CHECKPOINT_NAMES
         )

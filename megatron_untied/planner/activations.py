@@ -39,6 +39,10 @@ def attention_sizes(geometry: Geometry, rank: int) -> Sizes:
     )
 
 
+# A search plans thousands of settings, which share the buffers of few.
+_taken: dict[tuple, dict] = {}
+
+
 def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
     """The plan of a Ulysses rank's streamed layers; ``host_bytes()`` is its host arena."""
     memory = geometry.config.memory
@@ -50,7 +54,10 @@ def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
         tile_rows=geometry.tile_tokens // geometry.num_token_parts // geometry.b,
         loss_tokens=geometry.loss_tokens,
     )
-    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers))
+    known = (id(geometry.schedule), rank, geometry.n, geometry.b, geometry.d, geometry.num_ring)
+    known += (sizes.attention.dtype, *sizes.residual, sizes.tile_size, sizes.tile_rows)
+    taken = _taken.setdefault((*known, sizes.loss_tokens), {})
+    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers), taken)
 
 
 def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ...]]:
@@ -179,17 +186,16 @@ class StreamedActivations:
         """On the device when the forward of ``layer`` ends."""
         return self._on_device(
             inputs=[i for i in range(layer + 1) if self.policy.layers[i].saves_input],
-            outputs=range(layer + 1) if self.policy.selective else (),
+            outputs=[i for i in range(layer + 1) if self.policy.layers[i].keeps_output],
         )
 
     def kept_backward(self, layer: int) -> Bytes:
         """On the device when the backward of ``layer`` begins, with its group recomputed."""
         first = self.policy.layers[layer].group[0]
-        group = range(first, layer + 1)
-        earlier = [i for i in range(first) if self.policy.layers[i].saves_input]
+        earlier, group = self.policy.layers[:first], range(first, layer + 1)
         return self._on_device(
-            inputs=[*earlier, *group],
-            outputs=range(layer + 1) if self.policy.selective else group,
+            inputs=[*(i for i, each in enumerate(earlier) if each.saves_input), *group],
+            outputs=[*(i for i, each in enumerate(earlier) if each.keeps_output), *group],
         )
 
     def _on_device(self, inputs: Sequence[int], outputs: Sequence[int]) -> Bytes:

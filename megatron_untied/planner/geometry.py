@@ -1,7 +1,11 @@
-"""The sizes that one rank computes on, from the configuration of a run: integers only."""
+"""The sizes that one rank computes on, from the configuration of a run: integers only.
+
+Tile, chunk of the loss and overlap that are "auto" follow from the model and the sequence alone, so
+that a run computes the same on every machine.
+"""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron_untied.config.run import RunConfig
@@ -10,10 +14,46 @@ from megatron_untied.context_parallel.kernels.split_calls import Shape
 from megatron_untied.context_parallel.kernels.traced import TracedKernel
 from megatron_untied.phases import MemoryCategory
 from megatron_untied.planner.kernels import planned_kernel
-from megatron_untied.planner.machine import Machine
+from megatron_untied.planner.machine import GIB, Machine
 
 Bytes = Counter[MemoryCategory]
 """Bytes by category. ``+`` adds them up and drops categories without bytes."""
+
+LARGEST_TILE = 8192
+"""Tokens; larger ones are hardly faster."""
+_TEMPORARY_BYTES = 2 * GIB
+"""The most that a tile's MLP takes in backward, or the logits of a chunk."""
+_ATTENTION_HIDES = 1 << 20
+"""Keys per query from which an exchange takes less than half a percent of attention's time."""
+
+
+def by_sizes(config: RunConfig) -> RunConfig:
+    """``config`` with tile, chunk of the loss and overlap in place of "auto"; valid sizes only."""
+    model, memory, parallel = config.model, config.memory, config.parallel
+    itemsize, t = config.precision.params_dtype.itemsize, parallel.tensor_model_parallel_size
+    tile_size, chunk_size = memory.sequence_tile_size, memory.loss_chunk_size
+    if tile_size == "auto":
+        # The gate, what it multiplies, what autograd saves of both, and their gradients; x, y.
+        inner = (7 if model.swiglu else 3) * model.ffn_hidden_size // t
+        token_bytes = (inner + 4 * model.hidden_size) * itemsize * config.batch.micro_batch_size
+        tile_size = min(LARGEST_TILE, _power_of_two(_TEMPORARY_BYTES // token_bytes))
+    if chunk_size == "auto":
+        # fp32 logits, and in bf16 the copy that enters the matrix products.
+        token_bytes = model.padded_vocab_size(t) // t * (4 + itemsize % 4)
+        chunk_size = _power_of_two(_TEMPORARY_BYTES // token_bytes)
+    overlap, s = parallel.cp_overlap, config.batch.seq_length
+    if overlap == "auto":
+        overlap = min(model.window_size or s, s) < _ATTENTION_HIDES
+    return replace(
+        config,
+        memory=replace(memory, sequence_tile_size=tile_size, loss_chunk_size=chunk_size),
+        parallel=replace(parallel, cp_overlap=overlap),
+    )
+
+
+def _power_of_two(most: int) -> int:
+    """The greatest one up to ``most``, at least 256: fewer tokens leave a GPU idle."""
+    return max(256, 1 << max(most, 1).bit_length() - 1)
 
 
 # A search plans thousands of lengths and settings, which share few schedules.
@@ -28,6 +68,7 @@ class Geometry:
     """The sizes of one rank. Single letters are those of the architecture page."""
 
     config: RunConfig
+    """With :func:`by_sizes` applied."""
     world_size: int
 
     num_tensor: int
@@ -71,6 +112,8 @@ class Geometry:
     """The attention kernel, which allocates and does not compute."""
     is_streamed: bool
     """Whether layers recompute; otherwise they keep all that autograd saves."""
+    recomputed: float
+    """Share of the layers that run attention once more for their backward."""
     tokens: int
     """n x b."""
     residual_tokens: int
@@ -95,8 +138,9 @@ class Geometry:
             ValueError: heads per chunk that do not divide over the ranks, or no attention kernel
                 fits the model and the GPU.
         """
-        world_size = machine.world_size
-        model, parallel, batch = config.model, config.parallel, config.batch
+        config, world_size = by_sizes(config), machine.world_size
+        model, memory = config.model, config.memory
+        parallel, batch, num_layers = config.parallel, config.batch, model.num_layers
         num_tensor = parallel.tensor_model_parallel_size
         num_context = parallel.context_parallel_size
         num_ulysses, num_ring = parallel.num_ulysses_and_ring
@@ -106,9 +150,10 @@ class Geometry:
         h, g = model.num_attention_heads // num_tensor, model.num_query_groups // num_tensor
         own_rows = n // num_token_parts
         # A tile is cut from the rank's own tokens and gathered, so it is a multiple of the parts.
-        tile_rows = min(max(1, config.memory.sequence_tile_size // num_token_parts), own_rows)
+        tile_rows = min(max(1, memory.sequence_tile_size // num_token_parts), own_rows)
         tile_tokens = tile_rows * num_token_parts * b
         itemsize = config.precision.params_dtype.itemsize
+        is_streamed = memory.recompute_granularity is not None
         schedule, heads_of_calls = _cached_schedule(
             h,
             g,
@@ -122,7 +167,7 @@ class Geometry:
             Shape(num_queries=rows, num_keys=rows, b=b, h=h_call, g=g_call, d=d)
             for h_call, g_call in heads_of_calls
         ]
-        chunk = config.memory.loss_chunk_size or own_rows * b * num_token_parts
+        chunk = memory.loss_chunk_size or own_rows * b * num_token_parts
         return cls(
             config=config,
             world_size=world_size,
@@ -133,7 +178,7 @@ class Geometry:
             num_sharding=num_sharding,
             num_token_parts=num_token_parts,
             num_micro_batches=batch.num_micro_batches(num_sharding // num_context),
-            num_layers=model.num_layers,
+            num_layers=num_layers,
             n=n,
             b=b,
             m=model.hidden_size,
@@ -145,7 +190,8 @@ class Geometry:
             itemsize=itemsize,
             schedule=schedule,
             kernel=planned_kernel(config, machine.gpu, shapes, machine.kernels),
-            is_streamed=config.memory.recompute_granularity is not None,
+            is_streamed=is_streamed,
+            recomputed=memory.first_kept_output(num_layers) / num_layers if is_streamed else 0.0,
             tokens=n * b,
             residual_tokens=own_rows * b,
             tile_tokens=tile_tokens,

@@ -88,7 +88,7 @@ def describe_kernel(kernel: AttentionKernel, gpu: Gpu | None) -> str:
     return said
 
 
-def attention_units(fractions: tuple[float, float], num_forwards: int = 1) -> float:
+def attention_units(fractions: tuple[float, float], num_forwards: float = 1.0) -> float:
     """Time of a step's attention in units of a forward at the peak.
 
     A forward has two matrix products and a backward five. ``fractions`` of the peak are those that

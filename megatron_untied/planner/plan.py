@@ -10,13 +10,17 @@ from megatron_untied.config.run import RunConfig
 from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.activations import memory_plan
 from megatron_untied.planner.geometry import Bytes, Geometry
-from megatron_untied.planner.machine import Machine
+from megatron_untied.planner.machine import GIB, Machine
 from megatron_untied.planner.step import MemorySnapshot, PlainStep, StreamedStep
 from megatron_untied.planner.time import StepTime
 from megatron_untied.planner.weights import ShardedWeights
 
 _LOADER_BYTES = 2 * 28
 """Per token and worker: two micro-batches in shared memory; see ``config/data.py``."""
+_WORKER_BYTES = 64 << 20
+"""Of a data worker's own: pages that it has written since it was forked."""
+_WRITTEN_BYTES = GIB
+"""The most of a checkpoint that a rank has in the file cache, on its way to the disk."""
 _LONGEST = 1 << 40
 """Tokens at which a search for the longest sequence gives up."""
 
@@ -66,16 +70,21 @@ class Plan:
 
     @cached_property
     def host(self) -> Bytes:
-        """What one rank takes of its node's memory."""
-        geometry, batch = self.geometry, self.config.batch
+        """What one rank takes of its node's memory, in whole pages where it is registered."""
+        geometry, batch, workers = self.geometry, self.config.batch, self.config.data.num_workers
         tokens = batch.seq_length * batch.micro_batch_size
-        loader = _LOADER_BYTES * tokens * self.config.data.num_workers
+        loader = (_LOADER_BYTES * tokens + _WORKER_BYTES) * workers
+        weights = ShardedWeights.of(geometry)
+        # The samples that are read, 4 bytes per token, and a checkpoint while it is written.
+        cached = 4 * tokens * max(1, 2 * workers)
+        if self.config.checkpoint.save:
+            cached += min(_WRITTEN_BYTES, 12 * weights.units.numel // geometry.num_sharding)
         kept = 0
         if geometry.is_streamed:
             kept = max(memory_plan(geometry, i).host_bytes() for i in distinct_ranks(geometry))
-        weights = ShardedWeights.of(geometry)
-        loaded_and_kept = Bytes({MemoryCategory.LOADER: loader, MemoryCategory.KEPT: kept})
-        return weights.on_host() + weights.staged_for_checkpoint() + loaded_and_kept
+        others = Bytes({MemoryCategory.LOADER: loader, MemoryCategory.KEPT: kept})
+        others[MemoryCategory.FILE_CACHE] = cached
+        return weights.on_host() + weights.staged_for_checkpoint() + others
 
     @cached_property
     def time(self) -> StepTime:

@@ -24,6 +24,7 @@ from megatron_untied.planner.weights import (
     Stage,
     Unit,
     full_gradients,
+    lookup_scratch_bytes,
 )
 
 
@@ -131,10 +132,22 @@ class Step(ABC):
             for phase, alive, buffers in self.layer_backward(layer):
                 yield _snapshot(phase, alive, buffers, layer)
 
+        if not self.geometry.config.memory.park_during_attention:  # else summed tile by tile
+            yield _snapshot(Phase.BACKWARD, self._in_lookup_backward(), self.residual_at_ends)
         embedding = weights.gradients(None) - weights.gradients(num_layers)
         lookup_backward = self.in_backward(num_layers) + embedding + weights.embedding_gradient()
         yield _snapshot(Phase.BACKWARD, lookup_backward, self.residual_at_ends)
         yield _snapshot(Phase.OPTIMIZER, self.states + weights.gradients(None))
+
+    def _in_lookup_backward(self) -> Bytes:
+        """In the kernel of the embedding's backward, while the first layer is reduced."""
+        geo, units = self.geometry, self.weights.units
+        num_bytes = geo.itemsize * units.embedding.numel  # what it returns
+        num_bytes += lookup_scratch_bytes(geo.tokens, geo.v, geo.m)
+        if geo.b > 1:  # it takes [b, n, m], contiguous
+            num_bytes += geo.tokens * geo.m * geo.itemsize
+        alive = self.in_backward(geo.num_layers) + self.weights.reduce_buffer(units.layer)
+        return alive + Bytes({MemoryCategory.WEIGHT_GRADIENTS: num_bytes})
 
     @abstractmethod
     def layer_forward(self, layer: int) -> Iterator[_LayerPeak]:
@@ -150,11 +163,15 @@ class Step(ABC):
         if self.every_layer:
             return list(range(num_layers))
         size, on_host = memory.recompute_num_layers, memory.cpu_offloading_num_layers
+        first_kept = memory.first_kept_output(num_layers)
         last_group = (num_layers - 1) // size * size
-        # The ends, both sides of the last group and of the last layer on the host, and the last
-        # layers of the first group and of the group that is only partly on the host.
+        # The ends, both sides of the last group, of the last layer on the host and of the first
+        # that keeps its output; the last layers of the first group and of groups that are only
+        # partly on the host, or keep outputs only partly.
         layers = {0, 1, on_host - 1, on_host, last_group - 1, last_group}
-        layers |= {group + size - 1 for group in (0, on_host // size * size)}
+        layers |= {first_kept - 1, first_kept}
+        layers |= {at // size * size + size - 1 for at in (0, on_host, first_kept)}
+        layers |= {at // size * size - 1 for at in (on_host, first_kept)}
         layers |= {num_layers - 2, num_layers - 1}
         return sorted(i for i in layers if 0 <= i < num_layers)
 
@@ -206,13 +223,14 @@ class StreamedStep(Step):
         in_attention = kept.workspace(Phase.ATTENTION_FORWARD, layer)
         in_attention = (*self.residual, *in_attention)
         # Log-sum-exps that stay on the device are already counted with what is kept.
-        is_counted = policy.selective and not policy.layers[layer].lse_on_host
+        keeps_output = policy.layers[layer].keeps_output
+        is_counted = keeps_output and not policy.layers[layer].lse_on_host
         attention = alive + (Bytes() if is_counted else lse)
         yield Phase.ATTENTION_FORWARD, attention + self.tiles.projection, in_attention
         # A chunk is projected before the kernel of the one before it is called, never during it.
         yield Phase.ATTENTION_FORWARD, attention, (*in_attention, kept.kernel.in_forward)
 
-        mlp = alive + self.tiles.mlp_forward + (Bytes() if policy.selective else lse)
+        mlp = alive + self.tiles.mlp_forward + (Bytes() if keeps_output else lse)
         in_mlp = kept.workspace(Phase.MLP_FORWARD, layer)
         yield Phase.MLP_FORWARD, mlp, (*self.residual, *in_mlp)
 
@@ -264,12 +282,18 @@ class StreamedStep(Step):
         Every layer but the last makes the input of the next one where it is kept.
         """
         policy, workspace = self.activations.policy, self.activations.workspace
-        if not policy.selective:
-            in_attention = (*self.residual, *workspace(Phase.RECOMPUTE_ATTENTION, layer))
-            yield Phase.RECOMPUTE_ATTENTION, alive + self.tiles.projection, in_attention
+        first = policy.layers[layer].group[0]
+        attends = [i for i in range(first, layer + 1) if not policy.layers[i].keeps_output]
+        if attends:
+            # The last of them has most; the inputs of layers behind it are not there yet.
+            later = policy.layers[attends[-1] + 1 : layer + 1]
+            missing = sum(not each.input_on_host for each in later) * self.geometry.residual_bytes
+            before = alive - Bytes({MemoryCategory.KEPT: missing})
+            in_attention = (*self.residual, *workspace(Phase.RECOMPUTE_ATTENTION, attends[-1]))
+            yield Phase.RECOMPUTE_ATTENTION, before + self.tiles.projection, in_attention
             in_kernel = self.activations.kernel.in_forward
-            yield Phase.RECOMPUTE_ATTENTION, alive, (*in_attention, in_kernel)
-        members = layer - policy.layers[layer].group[0] + 1
+            yield Phase.RECOMPUTE_ATTENTION, before, (*in_attention, in_kernel)
+        members = layer - first + 1
         if members == 1:
             return
         in_mlp = (*self.residual, *workspace(Phase.RECOMPUTE_MLP, layer - 1))

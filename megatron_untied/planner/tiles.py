@@ -52,9 +52,12 @@ class Tiles:
         # MLP forward: the peak is where the gate and what it multiplies are there.
         mlp_forward = attended + 2 * own + (5 if model.swiglu else 2) * inner
 
-        # MLP backward: attention's output, y and the layer's output are alive all along, and from
-        # the second tile on the gradients of the tile before.
-        outside = attended + 2 * own + (own + attended if geo.num_tiles > 1 else 0)
+        # A tile's last product is left out in backward, by megatron-core's own linear layers only.
+        leaves_out = geo.config.transformer_impl == "local"
+        # MLP backward: attention's output and y are alive all along, and from the second tile on
+        # the gradients of the tile before.
+        outside = attended + own + (own + attended if geo.num_tiles > 1 else 0)
+        outside += 0 if leaves_out else own
         matrix = geo.m * geo.f
         gate_gradients = (7 if model.swiglu else 3) * inner + own + matrix
         up_gradients = (2 if model.swiglu else 1) * inner + own + hidden
@@ -63,13 +66,15 @@ class Tiles:
         # A tile's weight gradients, in the model's dtype until they join the fp32 sums.
         mlp_backward_end = outside + attended + units.output_and_mlp.numel
 
-        # QKV backward: q, k, v and their gradients beside all that they are made from.
+        # QKV backward: the gradients of q, k, v beside all that these are made from.
         qkv, kv = (geo.tile_tokens * heads * geo.d for heads in (geo.h + 2 * geo.g, 2 * geo.g))
         copied = attended if 1 < geo.g < geo.h else 0  # grouped queries are made contiguous
         # Several ranks' parts of dK and dV meet in fp32 and are converted here.
         converted = kv if geo.schedule.shares_kv_heads and geo.itemsize < 4 else 0
         last_tile = own if geo.num_tiles > 1 else 0
-        qkv_backward = 2 * qkv + copied + attended + converted + last_tile + 2 * own
+        qkv_backward = qkv + attended + converted + last_tile + 2 * own
+        if model.qk_layernorm or not leaves_out:  # the norms' backward reads q and k
+            qkv_backward += qkv + copied
         qkv_backward += units.qkv.numel
         on_host = geo.config.memory.park_during_attention  # dK and dV: a tile of them is fetched
         if gathers:

@@ -42,7 +42,7 @@ class StepTime:
             ends = exchange / len(geo.schedule.chunks)
             exposed_exchange = ends + max(0.0, exchange - ends - attention)
         # Every pass over the chunks starts each of them: it reads and normalizes the layer's input.
-        passes = 3 if geo.config.memory.recompute_granularity == "full" else 2
+        passes = 2 + geo.recomputed
         traffic = 3 * geo.residual_bytes * geo.is_streamed
         chunk_start = traffic / (machine.gpu.memory_gb_per_second * _GIGA) + _CHUNK_LATENCY
         starts = passes * len(geo.schedule.chunks) * chunk_start
@@ -74,14 +74,12 @@ def _compute_seconds(geo: Geometry, machine: Machine) -> tuple[float, float, flo
     gpu, memory, model = machine.gpu, geo.config.memory, geo.config.model
     # Without bf16 the tensor cores run in TF32 or not at all: about an eighth of the peak.
     peak = gpu.bf16_tflops * 1e12 * (1.0 if geo.itemsize == 2 else 0.125)
-    attends_twice = memory.recompute_granularity == "full"
 
     flops = attention_flops(model, seq_length=geo.config.batch.seq_length)
     # The rank with the most heads has more than an even share, and the others wait for it.
     imbalance = -(-geo.h // geo.num_ulysses) * geo.num_ulysses / geo.h
     flops *= geo.b / (geo.num_tensor * geo.num_context) * imbalance
-    forwards = 2 if attends_twice else 1
-    units = attention_units(gpu.attention_fractions[geo.kernel.kind.name], forwards)
+    units = attention_units(gpu.attention_fractions[geo.kernel.kind.name], 1 + geo.recomputed)
     attention = flops * units / peak
 
     qkv = geo.m * (geo.h + 2 * geo.g) * geo.d
@@ -89,8 +87,8 @@ def _compute_seconds(geo: Geometry, machine: Machine) -> tuple[float, float, flo
     if geo.is_streamed:
         # QKV is projected again for each backward; the MLP is recomputed under autograd, and once
         # more in the layers of a group whose inputs are not kept.
-        recomputed = 1 - 1 / memory.recompute_num_layers
-        products = qkv * (5 + attends_twice) + others * (4 + recomputed)
+        inputs = 1 - 1 / memory.recompute_num_layers
+        products = qkv * (5 + geo.recomputed) + others * (4 + inputs)
     else:
         products = 3 * (qkv + others)
     linear = 2 * geo.n * geo.b * products / (peak * gpu.matmul_fraction)
@@ -103,7 +101,7 @@ def _compute_seconds(geo: Geometry, machine: Machine) -> tuple[float, float, flo
 def _exchange_seconds(geo: Geometry, machine: Machine) -> float:
     """One layer's exchanges, all-to-all and ring."""
     loads = sum(len(heads.kv_to_load) for chunk in geo.schedule.chunks for heads in chunk)
-    forwards = 2 if geo.config.memory.recompute_granularity == "full" else 1
+    forwards = 1 + geo.recomputed
     # Forward: q, k, v there and o back. Backward: q, o, dO there and dQ back; k, v and dK, dV.
     heads = forwards * (2 * geo.h + 2 * loads) + 4 * geo.h + 4 * loads
     token_bytes = geo.n * geo.b * geo.d * geo.itemsize

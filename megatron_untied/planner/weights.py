@@ -252,6 +252,17 @@ class ShardedWeights:
         return _FP32 * sum(unit.rows_numel(self.geometry.num_sharding) for unit in units)
 
 
+def lookup_scratch_bytes(num_tokens: int, num_rows: int, width: int) -> int:
+    """Of fp32 partial sums that the backward of a lookup on CUDA makes beside its gradient.
+
+    One per ten tokens of a row, and one more per row; few tokens take a kernel without
+    (EmbeddingBackwardKernel.cu and Embedding.cu in aten/src/ATen/native/cuda).
+    """
+    if num_tokens <= 3072:
+        return 0
+    return _FP32 * width * (num_tokens // 10 + min(num_tokens, num_rows))
+
+
 def full_gradients(*units: Unit) -> Bytes:
     """Whole gradients, fp32, into which those of tiles or chunks are added up."""
     numel = sum(unit.numel for unit in units)

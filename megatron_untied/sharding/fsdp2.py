@@ -86,13 +86,8 @@ class FullSharding(Sharding):
 
     @override
     @torch.no_grad()
-    def step(self) -> tuple[bool, Tensor]:
-        gradients = {
-            name: parameter.grad.to_local()
-            for name, parameter in self._parameters.items()
-            if parameter.grad is not None
-        }
-        groups = self._groups
+    def gradient_norm(self) -> Tensor:
+        gradients, groups = self._gradients(), self._groups
         all_reduce_gradients_(
             [gradients[name] for name in gradients if name in self._partial], groups.tp
         )
@@ -102,14 +97,25 @@ class FullSharding(Sharding):
             for name, gradient in gradients.items()
             if groups.tp.rank() == 0 or name not in self._copied
         ]
-        norm = global_norm(counted, [groups.dp_cp, groups.tp])
-        if gradients and self._clip_grad:  # by Megatron's formula
+        return global_norm(counted, [groups.dp_cp, groups.tp])
+
+    @override
+    @torch.no_grad()
+    def update(self, norm: Tensor) -> None:
+        rows = list(self._gradients().values())
+        if rows and self._clip_grad:  # by Megatron's formula
             # Always multiplied: reading the norm would make the host wait for the device.
             scale = (self._clip_grad / (norm + 1e-6)).clamp(max=1.0)
-            rows = list(gradients.values())
             torch._foreach_mul_(rows, scale.to(rows[0]))
         self.adam.step()
-        return True, norm
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """This rank's rows of the gradients, by parameter."""
+        return {
+            name: parameter.grad.to_local()
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        }
 
 
 def build_adam(model: nn.Module, config: OptimizationConfig) -> torch.optim.AdamW:

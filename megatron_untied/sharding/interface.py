@@ -39,9 +39,11 @@ class Sharding(Protocol):
     def no_sync(self) -> AbstractContextManager:
         """Context for a forward and backward that is not the last one before the next step."""
 
-    def step(self) -> tuple[bool, float | Tensor]:
-        """Finish and clip the gradients, then update the weights.
+    def gradient_norm(self) -> float | Tensor:
+        """Finish the gradients, and return their norm; no weight or moment changes.
 
-        Returns:
-            Whether there was an update, and the gradient's norm before clipping.
+        Either :meth:`update` or :meth:`zero_grad` comes next.
         """
+
+    def update(self, norm: float | Tensor) -> None:
+        """Clip the gradients of this ``norm``, then update weights and moments."""

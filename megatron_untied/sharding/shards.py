@@ -4,7 +4,7 @@ Checkpoints and initial weights read and write the state only through these clas
 megatron-core's optimizers is in ``zero1.py``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +51,13 @@ class Shards(Protocol):
 
     def sync_model_params(self) -> None:
         """Make the model compute with the values written to shards; collective over all ranks."""
+
+    def working_copies(self) -> Iterable[tuple[str, Tensor]]:
+        """Whole parameters of this tensor-parallel rank that forward reads, by name.
+
+        None where they are gathered for each use, or are the shards' values themselves.
+        """
+        return ()
 
 
 class ModelShards(Shards):

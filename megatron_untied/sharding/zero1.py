@@ -6,7 +6,7 @@ rate schedule, for both kinds of sharding.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -102,11 +103,20 @@ class MegatronSharding(Sharding):
         """Wait for the reductions; sum partial gradients over the tensor-parallel ranks."""
         finalize_model_grads([self.model], pg_collection=self._groups)
 
+    # The two halves of the optimizer's own step(), between which nothing has changed yet.
+
     @override
-    def step(self) -> tuple[bool, float]:
+    def gradient_norm(self) -> float:
         self.finish_gradients()
-        updated, norm, _ = self.optimizer.step()
-        return updated, norm
+        self.optimizer.prepare_grads()  # True with loss scaling only
+        return self.optimizer.get_grad_norm()
+
+    @override
+    def update(self, norm: float) -> None:
+        clip_grad_by_total_norm_fp32(
+            self.optimizer.get_parameters(), self.optimizer.config.clip_grad, norm
+        )
+        self.optimizer.step_with_ready_grads()
 
 
 def build_optimizer(
@@ -235,6 +245,10 @@ class OptimizerShards(Shards):
             for main in group["params"]:
                 place = main.device if on_device else "cpu"
                 adam.state[main]["step"] = torch.tensor(float(step), device=place)
+
+    @override
+    def working_copies(self) -> Iterable[tuple[str, Tensor]]:
+        return ((name, parameter.detach()) for name, parameter in self._model.named_parameters())
 
     @override
     def sync_model_params(self) -> None:

@@ -13,9 +13,12 @@ class LayerPolicy:
     """The layers of its checkpoint group: the first saves its input, the last is the first whose
     backward runs. Layers are counted from 0."""
     saves_input: bool
+    keeps_output: bool
+    """Whether attention output and log-sum-exps are kept from forward to backward; else attention
+    is recomputed."""
     saves_output: bool
-    """Whether attention output and log-sum-exps are saved: always with ``selective``, else while
-    the group is recomputed."""
+    """Whether they are saved at all: those that are kept, and others while the group is
+    recomputed."""
     input_on_host: bool
     """Where the input is, if it is saved."""
     output_on_host: bool
@@ -29,8 +32,6 @@ class LayerPolicy:
 class ActivationPolicy:
     """What the layers of one model save for their backward."""
 
-    selective: bool
-    """Whether attention outputs are saved, and not only inputs."""
     park: bool
     """Whether O, dO, and the sums of dK and dV pass through the host even if nothing is saved."""
     layers: tuple[LayerPolicy, ...]
@@ -38,24 +39,25 @@ class ActivationPolicy:
     @classmethod
     def of(cls, memory: MemoryConfig, num_layers: int) -> "ActivationPolicy":
         """The policy of ``num_layers`` layers under the flags in ``memory``."""
-        selective = memory.recompute_granularity == "selective"
-        size = memory.recompute_num_layers
+        size, first_kept = memory.recompute_num_layers, memory.first_kept_output(num_layers)
         layers = []
         for index in range(num_layers):
             first = index - index % size
             group = range(first, min(first + size, num_layers))
             on_host = index < memory.cpu_offloading_num_layers
-            # With full recompute the backward of the group's last layer comes at once: its output
-            # is used without being saved.
-            saves_output = selective or index != group[-1]
+            keeps_output = index >= first_kept
+            # The backward of a group's last layer comes at once: an output that is recomputed for
+            # it is used without being saved.
+            saves_output = keeps_output or index != group[-1]
             layers.append(
                 LayerPolicy(
                     group=group,
                     saves_input=index == first,
+                    keeps_output=keeps_output,
                     saves_output=saves_output,
                     input_on_host=on_host,
                     output_on_host=on_host or memory.park_during_attention,
                     lse_on_host=on_host and saves_output,
                 )
             )
-        return cls(selective=selective, park=memory.park_during_attention, layers=tuple(layers))
+        return cls(park=memory.park_during_attention, layers=tuple(layers))

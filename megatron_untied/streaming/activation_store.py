@@ -1,10 +1,10 @@
 """What a layer saves for its backward, on the device or the host.
 
 ``full`` saves the layer input x. ``selective`` also saves the attention output O and its
-log-sum-exp, so that attention runs once per step. With checkpoint groups of k layers x is saved for
-the first layer of a group only, and backward recomputes the others from the x before it
-(:func:`.layer.recompute`): with ``selective`` by linear work alone, with ``full`` by running the
-group's attention once more, whose O is then saved until the group's own backward.
+log-sum-exp in all layers or the last N, so that attention runs once per step there. With checkpoint
+groups of k layers x is saved for the first layer of a group only, and backward recomputes the
+others from the x before it (:func:`.layer.recompute`): by linear work alone where O was saved, else
+by running attention once more, whose O is then saved until the layer's own backward.
 """
 
 import functools
@@ -76,6 +76,8 @@ class SavedLayer:
     x: Rows | None = None  # [n, b, m], or with sequence parallelism [n/t, b, m]
     out: HeadChunks | None = None  # [n, b, h, d]
     lse: StoredLse | None = None
+    checksums: Tensor | None = None
+    """Of what forward computed, int64 [3]; None unless the step is verified (:mod:`.replay`)."""
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ With ``--park-during-attention`` residual and gradient are on the host, and laye
 (:mod:`megatron_untied.residual`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -43,9 +43,10 @@ from megatron_untied.streaming.activation_store import (
 )
 from megatron_untied.streaming.projections import (
     StreamedProjections,
-    after_attention,
+    attention_and_mlp,
     queries_keys_values,
 )
+from megatron_untied.streaming.replay import ReplayCheck, layer_checksums, row_checksum
 from megatron_untied.tiling import (
     GradientSums,
     Tile,
@@ -73,6 +74,8 @@ class StreamingContext:
     store: ActivationStore
     ends_on_host: bool = False
     """Whether what follows the last layer takes a residual that is on the host."""
+    replay: ReplayCheck = field(default_factory=ReplayCheck)
+    """Compares recomputed values with those of forward, in the steps in which it is active."""
 
 
 class StreamedTransformerLayer(TransformerLayer):
@@ -187,7 +190,7 @@ class _StreamedLayer(torch.autograd.Function):
             # A bf16 leaf takes the fp32 sums as they are; autograd would round them first.
             parameter.grad_dtype = accumulation_dtype(parameter.dtype)
         saved = group and group.members[-1]
-        saves_attention = saved is not None and store.policy.selective
+        saves_attention = saved is not None and store.policy.layers[saved.index].keeps_output
         # Not mark_dirty(x): FSDP2 passes x as a view made by a custom Function, which autograd
         # refuses to modify. An alias shares the version counter, so autograd still raises for an
         # operation that saved x for its own backward.
@@ -196,12 +199,17 @@ class _StreamedLayer(torch.autograd.Function):
         if saved is not None and store.policy.layers[saved.index].saves_input:
             # A copy overlaps with attention, which only reads.
             result, copy = store.save_input(saved, residual)
+        tiles, checksum = layer.tiles(residual.shape[0]), None
+        if saved is not None and layer.streaming.replay.active:
+            checksum = row_checksum(residual, tiles)  # the output may overwrite it
         with layer.progress.phase(Phase.ATTENTION_FORWARD):
             out, lse = attention_forward(layer, residual, sequence, is_saved=saves_attention)
         if copy is not None:
             copy.wait()
         with layer.progress.phase(Phase.MLP_FORWARD):
             mlp_forward(layer, residual, out, result)
+        if checksum is not None:
+            saved.checksums = layer_checksums(checksum, out, result.tiles(tiles), tiles)
         if saves_attention:
             saved.out, saved.lse = out, lse
         else:
@@ -223,6 +231,9 @@ class _StreamedLayer(torch.autograd.Function):
             rows = Rows(gradient.clone(memory_format=torch.contiguous_format))  # costs 1 H
         # In a group the first call recomputes all layers, the others find theirs complete.
         saved = recompute(group, store)
+        if saved.checksums is not None:
+            tiles = layer.tiles(saved.x.shape[0])
+            layer.streaming.replay.replay(layer, saved.x, saved.out, tiles, saved.checksums)
         y = SavedAttention(saved.out, saved.lse)
         sums = layer_backward(layer, rows, saved.x, y, group.sequence)
         saved.x.release()  # host memory is free for the next layer, whatever still references it
@@ -254,7 +265,7 @@ def mlp_forward(layer: StreamedTransformerLayer, x: Rows, out: HeadChunks, resul
     """
     tiles = layer.tiles(x.shape[0])
     for tile, (x_tile, y) in zip(tiles, x.updates(tiles, result), strict=True):
-        y.copy_(after_attention(layer, x_tile, out.rows(tile.seen)))  # [t, b, m]
+        torch.add(*attention_and_mlp(layer, x_tile, out.rows(tile.seen)), out=y)  # [t, b, m]
 
 
 def recompute(group: CheckpointGroup, store: ActivationStore) -> SavedLayer:
@@ -339,7 +350,8 @@ def _mlp_backward(
     gradients = gradient.updates(tiles, gradient, "gradient_tiles")
     for tile, x_tile, (g, left) in zip(tiles, x.tiles(tiles), gradients, strict=True):
         inputs = x_tile, out.rows(tile.seen)  # [t, b, m], [t, b, h, d]
-        dx, do = tile_backward(after_attention, layer, inputs, [g], sums, names)
+        # Both addends have the gradient of their sum, which is not computed again.
+        dx, do = tile_backward(attention_and_mlp, layer, inputs, [g, g], sums, names)
         left.copy_(dx)  # of the residual; what comes through q, k, v is added in phase 3
         for rows, part in split_rows(do, tile.seen):
             d_out.write(rows, part)  # [t, b, h, d] -> slots of chunks

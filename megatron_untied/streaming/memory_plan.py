@@ -99,7 +99,7 @@ class MemoryPlan:
         for layer in reversed(layers):
             group = policy.layers[layer].group
             for member in group if layer == group[-1] else ():
-                if not policy.selective:
+                if not policy.layers[member].keeps_output:
                     phase = Phase.RECOMPUTE_ATTENTION
                     yield phase, member, self._take(phase, member, held)
                 if member < layer:
@@ -128,7 +128,7 @@ class MemoryPlan:
             phase,
             passes_rows,
             policy.output_on_host,
-            self.policy.selective if is_forward else policy.saves_output,
+            policy.keeps_output if is_forward else policy.saves_output,
             parks,
         )
         if kind not in self._taken:
@@ -208,8 +208,8 @@ class _HostReplay:
             if self.current is not None:
                 free, self.current = self.current, free
             self.inputs[layer] = free
-        output = self._attend(layer, is_saved=self.policy.selective)
-        if self.policy.selective:
+        output = self._attend(layer, is_saved=policy.keeps_output)
+        if policy.keeps_output:
             self.outputs[layer] = output
         else:
             _release(output)

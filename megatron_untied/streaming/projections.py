@@ -5,9 +5,16 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from megatron_untied.context_parallel.exchange import HeadBlocks
@@ -99,12 +106,79 @@ def queries_keys_values(layer: TransformerLayer, x: Tensor) -> tuple[Tensor, Ten
     return layer.self_attention.get_query_key_value_tensors(layer.input_layernorm(x))
 
 
-def after_attention(layer: TransformerLayer, x: Tensor, o: Tensor) -> Tensor:
-    """The layer's output from its input and attention: [t, b, m], [t, b, h, d] -> [t, b, m]."""
-    # The addends have no names here, so that they are freed before the MLP allocates.
+def attention_and_mlp(layer: TransformerLayer, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+    """The addends of the layer's output: [t, b, m], [t, b, h, d] -> twice [t, b, m].
+
+    They are the residual after attention and the MLP's output.
+    """
+    # The output projection has no name here, so that it is freed before the MLP allocates.
     y = x + _with_bias(*layer.self_attention.linear_proj(o.flatten(2)))
-    return y + _with_bias(*layer.mlp(layer.pre_mlp_layernorm(y)))
+    return y, _with_bias(*layer.mlp(layer.pre_mlp_layernorm(y)))
 
 
 def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
+
+
+class UnreadColumnParallelLinear(ColumnParallelLinear):
+    """Megatron-core's, but where gradients are recorded the output is a stand-in of NaN.
+
+    For the slots of a streamed layer. Gradients are recorded there only to recompute a tile, and
+    what the tile's last product returns is not read then: its backward needs the input alone.
+    """
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[t, b, m] or with sequence parallelism [t/p, b, m] -> [t, b, columns of this rank]."""
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        enter = copy_to_tensor_model_parallel_region
+        if self.sequence_parallel:
+            enter = gather_from_sequence_parallel_region
+        return _Unread.apply(enter(x, group=self.tp_group), self.weight, self.bias, None), None
+
+
+class UnreadRowParallelLinear(RowParallelLinear):
+    """The same for a product that is summed over tensor-parallel ranks: its sum is left out too."""
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[t, b, rows of this rank] -> [t, b, m], or with sequence parallelism [t/p, b, m]."""
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        group = self.tp_group if self.sequence_parallel else None
+        return _Unread.apply(x, self.weight, None, group), self.bias
+
+
+UNREAD = {
+    ColumnParallelLinear: UnreadColumnParallelLinear,
+    RowParallelLinear: UnreadRowParallelLinear,
+}
+
+
+class _Unread(torch.autograd.Function):
+    """``x @ weight.T + bias`` that is not computed, with its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, scattered_over: ProcessGroup | None
+    ) -> Tensor:
+        """[t, b, k], [m, k], [m] -> [t, b, m], or [t/p, b, m] if its rows would be scattered."""
+        ctx.save_for_backward(x, weight)
+        ctx.scattered_over = scattered_over
+        rows = len(x) // (scattered_over.size() if scattered_over else 1)
+        # One element of memory, as in :func:`megatron_untied.residual.stand_in`.
+        return x.new_full((1,), torch.nan).expand(rows, *x.shape[1:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        """The products that megatron-core computes, in its order."""
+        x, weight = ctx.saved_tensors
+        if ctx.scattered_over:
+            gradient = gather_from_sequence_parallel_region(gradient, group=ctx.scattered_over)
+        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = gradient.flatten(0, -2)  # [t * b, m]
+        dx = (rows @ weight).view_as(x)
+        d_weight = rows.t() @ x.flatten(0, -2) if needs_weight else None
+        return dx, d_weight, rows.sum(0) if needs_bias else None, None

@@ -81,12 +81,12 @@ def _call_in_category(
 def optimizer_step(sharding: Sharding) -> None:
     """The optimizer's step; megatron-core's without the norm, which it takes to the host."""
     if not isinstance(sharding, MegatronSharding):
-        sharding.step()
+        sharding.update(sharding.gradient_norm())
         return
     for group in sharding.param_groups:
         group["fused"] = True  # as transformer-engine's and apex', which it uses on GPUs
     sharding.finish_gradients()
-    # The two halves of its step(), without the norm and the clipping between them.
+    # The two halves of its step() without the norm and the clipping between them.
     sharding.optimizer.prepare_grads()
     sharding.optimizer.step_with_ready_grads()
 

@@ -2,7 +2,8 @@
 
 A storage counts from the operation that made it until its last reference is gone, at its current
 size: where ``resize_`` of a storage frees memory (FSDP2), the count follows. Not counted
-are what a kernel allocates for itself and what an allocator adds to a request.
+are what a kernel allocates for itself, but for the lookup's backward and attention, and what an
+allocator adds to a request.
 
 Under any dispatch mode autograd sums gradients that meet out of place, where otherwise it may add
 in place. In a streamed layer that is the size of a tile.
@@ -25,7 +26,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
 
-from megatron_untied.phases import AllocationObserver
+from megatron_untied.phases import AllocationObserver, MemoryCategory, allocating
+from megatron_untied.planner.weights import lookup_scratch_bytes
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.tracing.fake_tensor_cache import may_allocate
 
@@ -153,7 +155,18 @@ class LiveBytes(AllocationObserver):
                 self._track(storage)
             elif alive.num_bytes:  # 0: on the host, or freed by a resize
                 self._change(alive, storage.nbytes())
+        if func is torch.ops.aten.embedding_dense_backward.default:
+            self._count_lookup_scratch(*args)
         return result
+
+    def _count_lookup_scratch(
+        self, gradient: Tensor, indices: Tensor, num_rows: int, *_: object
+    ) -> None:
+        """Count what CUDA's kernel makes beside the gradient that it returns, for a moment."""
+        num_bytes = lookup_scratch_bytes(indices.numel(), num_rows, gradient.shape[-1])
+        num_bytes += 0 if gradient.is_contiguous() else gradient.nbytes
+        with allocating(MemoryCategory.WEIGHT_GRADIENTS):
+            self._track(indices.new_empty(num_bytes, dtype=torch.uint8).untyped_storage())
 
     def _track(self, storage: torch.UntypedStorage, *, is_on_host: bool = False) -> _Alive:
         """Count ``storage`` until its last reference is gone."""

@@ -22,6 +22,7 @@ from megatron_untied.context_parallel.kernels.traced import SCRATCH, TracedKerne
 from megatron_untied.gpt_model import ChunkedLossGPTModel
 from megatron_untied.model import Runtime, build_model
 from megatron_untied.phases import MemoryCategory, Phase, allocating
+from megatron_untied.planner.geometry import by_sizes
 from megatron_untied.platform.device import current_device
 from megatron_untied.sharding.shards import Shard
 from megatron_untied.step_progress import StepProgress
@@ -70,7 +71,7 @@ class StepTracer:
 
     def __init__(self, config: RunConfig, *, fake: bool = True):
         """``fake=False``: on real tensors, to check the numbers of a trace."""
-        self.config = config
+        self.config = config = by_sizes(config)
         # A trace has no GPU to choose for: a family of kernels is traced as FlashAttention-3.
         kinds = [kind for kind in KERNELS[config.attention_backend] if kind in SCRATCH]
         self.kernel = TracedKernel(kinds[0] if len(kinds) == 1 else FlashAttention3)

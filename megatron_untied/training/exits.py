@@ -145,7 +145,8 @@ class SignalWatch:
         signal.set_wakeup_fd(self._fd)
         # Forked data workers hold copies of the socket, so closing it would not end the thread.
         self._writer.shutdown(socket.SHUT_WR)
-        self._thread.join()
+        # Not for ever: with a drop it may be in a call to a store that is cut off.
+        self._thread.join(UNWIND_SECONDS)
         self._writer.close()
         self._reader.close()
         if self._ending:  # the handler's SystemExit may have been replaced by another exception

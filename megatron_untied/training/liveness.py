@@ -4,8 +4,10 @@ Each rank publishes its position in the store that all ranks share. When a colle
 fails, the positions tell which ranks did not arrive, and in which layer and chunk they stopped.
 """
 
+import contextlib
 import json
 import math
+import socket
 import sys
 import threading
 import time
@@ -30,8 +32,24 @@ STALL_WARNING_FRACTION = 0.9
 """Fraction of the collective timeout without progress after which a rank prints a warning. nccl
 aborts the process when the whole timeout has passed, so it cannot be printed then."""
 
+LOOK_FRACTION = 0.6
+"""Fraction of that timeout after which a rank without progress notes which others are alive."""
+
+STORE_SECONDS = 10.0
+"""How long the store may take to answer for all ranks."""
+
 GLOO_FAILURE_WORDS = ("gloo", "timed out", "timeout", "connection", "broken pipe")
 """gloo raises a plain RuntimeError; one of these words is in its message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a rank publishes with each beat of its heartbeat."""
+
+    position: StepPosition
+    host: str
+    number: int
+    """Counts beats while the process lives; -1 for one that ends in a failed collective."""
 
 
 @dataclass(slots=True)
@@ -41,47 +59,67 @@ class PeerProgress:
     store: dist.Store
     rank: int
     world_size: int
-    _published: StepPosition | None = None
-    _collected: dict[int, StepPosition] = field(default_factory=dict)
+    answers: bool = True
+    """Whether the store has answered when it was last read."""
+    _count: int = 0
+    _collected: dict[int, Beat] = field(default_factory=dict)
+    _looked_at: dict[int, int] = field(default_factory=dict)
 
-    def publish(self, position: StepPosition) -> None:
-        """Make ``position`` visible to the other ranks: one store message if it has changed."""
-        if position == self._published or self.world_size == 1:
+    def publish(self, position: StepPosition, *, ends: bool = False) -> None:
+        """Make ``position`` visible to the other ranks, with a sign of life; one store message.
+
+        Args:
+            position: of this rank.
+            ends: this process ends, so that its silence from now on has a reason.
+        """
+        if self.world_size == 1:
             return
-        try:
-            self.store.set(f"position of {self.rank}", json.dumps(asdict(position)))
-        except dist.DistError:  # the store's host has exited; the next collective reports that
-            return
-        self._published = position
+        self._count += 1
+        beat = Beat(position, socket.gethostname(), -1 if ends else self._count)
+        # If it is gone, the store's host has exited; the next collective reports that.
+        with contextlib.suppress(dist.DistError):
+            self.store.set(f"beat of {self.rank}", json.dumps(asdict(beat)))
+
+    def look(self) -> None:
+        """Note who is alive: a rank without a beat until :meth:`diagnose` is silent."""
+        self._read()
+        self._looked_at = {rank: beat.number for rank, beat in self._collected.items()}
 
     def diagnose(self, here: StepPosition) -> str:
-        """One sentence: the ranks that are behind this rank, or behind the others.
+        """One sentence: the ranks that are silent, behind this rank, or behind the others.
 
         Args:
             here: position of this rank, which may not be published yet.
         """
-        try:
-            for rank in range(self.world_size):
-                key = f"position of {rank}"
-                # check() first: get() would block until the key exists.
-                if self.store.check([key]):
-                    self._collected[rank] = StepPosition(**json.loads(self.store.get(key)))
-        except dist.DistError:  # the store is gone: use the positions of the last diagnosis
-            pass
+        self._read()
+        report = f"reported by rank {self.rank} at {here}"
+        if not self.answers:
+            return (
+                f"the store of all ranks does not answer {socket.gethostname()}: this node is cut "
+                f"off, or the node of the store (MASTER_ADDR) is gone; {report}"
+            )
         # This rank's position is newer than the one it has published.
-        positions = self._collected | {self.rank: here}
+        positions = {rank: beat.position for rank, beat in self._collected.items()}
+        positions[self.rank] = here
         first = min(position.order for position in positions.values())
         behind = [rank for rank, position in positions.items() if position.order == first]
-        silent = [rank for rank in range(self.world_size) if rank not in positions]
-        report = f"reported by rank {self.rank} at {here}"
-        if silent:
-            report += f"; no report from {listed_ranks(silent)}"
-        if self.rank not in behind:
+        missing = [rank for rank in range(self.world_size) if rank not in positions]
+        if missing:
+            report += f"; no report from {listed_ranks(missing)}"
+        silent = [
+            rank
+            for rank, number in self._looked_at.items()
+            if rank != self.rank and self._collected[rank].number == number >= 0
+        ]
+        if silent or self.rank not in behind:
+            named = silent or behind
             ranks_at: dict[str, list[int]] = {}
-            for rank in behind:
+            for rank in named:
                 ranks_at.setdefault(str(positions[rank]), []).append(rank)
             last = "; ".join(f"{listed_ranks(r)} last at {at}" for at, r in ranks_at.items())
-            return f"{listed_ranks(behind)} did not arrive, {last}; {report}"
+            hosts = ", ".join(dict.fromkeys(self._collected[rank].host for rank in named))
+            what = "gave no sign of life" if silent else "did not arrive"
+            return f"{listed_ranks(named)} {what}, {last}, on {hosts}; {report}"
         be = "is" if len(behind) == 1 else "are"
         if len(behind) < len(positions):
             ahead = max(positions, key=lambda rank: positions[rank].order)
@@ -90,6 +128,30 @@ class PeerProgress:
         if len(positions) > 1:
             return f"{listed_ranks(behind)} {be} at the same point; {report}"
         return report
+
+    def _read(self) -> None:
+        """Collect the beats of all ranks.
+
+        In a thread: calls to a host that is cut off return after many minutes, whatever the store's
+        timeout is. An error leaves what was collected before.
+        """
+        found: dict[int, Beat] = {}
+
+        def read() -> None:
+            with contextlib.suppress(dist.DistError):
+                for rank in range(self.world_size):
+                    key = f"beat of {rank}"
+                    # check() first: get() would block until the key exists.
+                    if self.store.check([key]):
+                        values = json.loads(self.store.get(key))
+                        values["position"] = StepPosition(**values["position"])
+                        found[rank] = Beat(**values)
+
+        reader = threading.Thread(target=read, name="read beats", daemon=True)
+        reader.start()
+        reader.join(STORE_SECONDS)
+        self.answers = not reader.is_alive()
+        self._collected |= dict(found)
 
 
 def listed_ranks(ranks: list[int]) -> str:
@@ -114,6 +176,7 @@ class Heartbeat:
         say: Callable[[str], None],
         every_seconds: float,
         timeout_seconds: float,
+        moved: Callable[[], None] | None = None,
     ):
         """Prepare the thread.
 
@@ -123,13 +186,15 @@ class Heartbeat:
             say: prints a line on rank 0.
             every_seconds: time between two lines in a step; 0 prints none.
             timeout_seconds: timeout of a collective.
+            moved: called in the thread at each beat before which this rank has got further.
         """
-        self._progress, self._peers, self._say = progress, peers, say
+        self._progress, self._peers, self._say, self._on_move = progress, peers, say, moved
         self._every, self._timeout = every_seconds, timeout_seconds
         longest = LONGEST_PAUSE_SECONDS
         self._pause = min(longest, timeout_seconds / 10, every_seconds or longest)
         self._line_printed = self._moved = time.monotonic()
         self._seen: StepPosition | None = None
+        self._has_looked = False
         self._device = device.current_device()  # the current device is per thread
         self._stop = threading.Event()
         # A daemon: a rank that ends in a failed collective must not wait for its next beat.
@@ -141,8 +206,14 @@ class Heartbeat:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and is_failed_collective(error):
-            time.sleep(2 * self._pause)  # until the other ranks have published their positions
+            if not self._has_looked:
+                self._peers.look()
+            time.sleep(2 * self._pause)  # for beats of the ranks that live, with their positions
             diagnosis, reason = self._diagnosis(), str(error).strip().partition("\n")[0]
+            self._stop.set()
+            if self._peers.answers:  # else this would wait for it, in a lock of its connection
+                self._thread.join(STORE_SECONDS)
+                self._peers.publish(self._progress.last_completed(), ends=True)
             if self._peers.rank == 0:  # may host the store, which other ranks may still be reading
                 time.sleep(2 * self._pause)
             raise SystemExit(f"error: {diagnosis} ({reason})") from error
@@ -157,6 +228,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         device.use_in_this_thread(self._device)
+        self._beat(time.monotonic())  # at once: a rank that is lost soon is known with its node
         while not self._stop.wait(self._pause):
             self._beat(time.monotonic())
 
@@ -168,7 +240,12 @@ class Heartbeat:
             self._say(heartbeat_line(position, now - began))
             self._line_printed = now
         if position != self._seen:
-            self._seen, self._moved = position, now
+            self._seen, self._moved, self._has_looked = position, now, False
+            if self._on_move is not None:
+                self._on_move()
+        elif not self._has_looked and now - self._moved >= LOOK_FRACTION * self._timeout:
+            self._has_looked = True
+            self._peers.look()
         elif now - self._moved >= STALL_WARNING_FRACTION * self._timeout:
             self._moved = math.inf  # one warning per stall
             sys.stderr.write(f"warning: {self._diagnosis()}\n")
@@ -200,6 +277,27 @@ def heartbeat_of_setup(
         every_seconds=config.logging.heartbeat_seconds,
         timeout_seconds=config.distributed.timeout_minutes * 60,
     )
+
+
+def open_rank_monitor() -> Callable[[], None]:
+    """Connect to the rank monitor of NVIDIA's resiliency extension; returns what reports to it.
+
+    The monitor ends a rank whose heartbeats stay away for longer than ft_launcher was told.
+
+    Raises:
+        ValueError: this process was not started by ft_launcher.
+    """
+    from nvidia_resiliency_ext import fault_tolerance  # optional package
+
+    client = fault_tolerance.RankMonitorClient()
+    try:
+        client.init_workload_monitoring()
+    except fault_tolerance.RankMonitorClientError as error:
+        raise ValueError(
+            f"--enable-ft-package: no rank monitor answers ({error}); start the run with "
+            "ft_launcher of nvidia-resiliency-ext, or leave out the flag"
+        ) from error
+    return client.send_heartbeat
 
 
 def heartbeat_line(position: StepPosition, elapsed: float) -> str:

@@ -12,14 +12,16 @@ from dataclasses import replace
 from megatron_untied.checkpoint import Progress, describe_loading
 from megatron_untied.config.run import RunConfig
 from megatron_untied.flops import attention_units
+from megatron_untied.planner.automatic import describe
 from megatron_untied.planner.disk import Disk
 from megatron_untied.planner.kernels import describe_kernel, is_planned
 from megatron_untied.planner.machine import this_gpu, this_machine
 from megatron_untied.planner.plan import Plan
-from megatron_untied.planner.search import describe, describe_stage
+from megatron_untied.planner.search import describe_stage
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
 from megatron_untied.training.exits import EarlyExit, StepDropped
+from megatron_untied.training.guards import StepGuard
 from megatron_untied.training.initialize import Launch, errors_in_one_line
 from megatron_untied.training.memory_report import memory_against_plan
 from megatron_untied.training.profiling import StepProfiler
@@ -32,7 +34,6 @@ from megatron_untied.training.step import (
     StepResult,
     evaluate,
     global_batches,
-    require_finite,
     train_step,
 )
 
@@ -71,6 +72,8 @@ def pretrain(
             return report.end()
         if progress.iteration >= config.loop.train_iters:
             return report.nothing_to_train()
+        describe_sample = getattr(run.datasets.train, "describe_sample", "sample {}".format)
+        guard = StepGuard(run.train_state.model, config.loop, describe_sample)
         exit_reason = early_exit.signal()  # one may have arrived while loading
         first, train_batches = progress.iteration + 1, None
         for iteration in range(first, config.loop.train_iters + 1):
@@ -81,18 +84,16 @@ def pretrain(
                 saver.enter_stage(run.config, run.train_state)
             if train_batches is None:  # the workers of the stage before have ended with it
                 train_batches = batches_of_stage(run, progress, get_batch)
-            step_units = run.layer_passes * attention_units(run.config.memory)
+            layers = run.config.model.num_layers
+            step_units = run.layer_passes * attention_units(run.config.memory, layers)
             run.train_state.progress.begin(f"iteration {iteration}", step_units)
             try:
                 with profiler.step(iteration):
-                    result, seconds = timed_step(run, train_batches, forward_step)
+                    result, seconds = timed_step(run, train_batches, forward_step, guard, iteration)
             except StepDropped:  # on all ranks, before the optimizer has changed anything
                 exit_reason = early_exit.signal()
                 saver.save(progress, is_last=True)
                 break
-            if config.loop.check_for_nan:
-                with errors_in_one_line():  # before saving: weights that are nan are never saved
-                    require_finite(result, iteration)
             consumed_samples = progress.consumed_samples + run.config.batch.global_batch_size
             progress = replace(progress, iteration=iteration, consumed_samples=consumed_samples)
             if iteration <= first + 1:  # the first step makes Adam's moments, the second has them
@@ -129,7 +130,11 @@ def batches_of_stage(run: Run, progress: Progress, get_batch: GetBatch) -> Itera
 
 
 def timed_step(
-    run: Run, batches: Iterator[list[Batch]], forward_step: ForwardStep
+    run: Run,
+    batches: Iterator[list[Batch]],
+    forward_step: ForwardStep,
+    guard: StepGuard,
+    iteration: int,
 ) -> tuple[StepResult, float]:
     """One training step, and its seconds with reading the data; collective over all ranks."""
     began = time.perf_counter()
@@ -138,6 +143,8 @@ def timed_step(
         next(batches),
         num_samples=run.config.schedule_samples,
         forward_step=forward_step,
+        guard=guard,
+        iteration=iteration,
     )
     device.synchronize()  # for the time of the step; the loss was read anyway
     return result, time.perf_counter() - began

@@ -28,6 +28,10 @@ class IterationMetrics:
     learning_rate: float
     """As Megatron reports it: the schedule's value after ``consumed_samples``."""
     valid_tokens: int
+    skipped: int
+    """1 if nothing was updated, because the loss or the gradient was not finite; else 0."""
+    loss_spike: int
+    """1 for a spike, with ``--check-for-spiky-loss``; else 0."""
     step_seconds: float
     tokens_per_second_per_gpu: float
     tflops_per_gpu: float

@@ -54,6 +54,8 @@ class LogLine:
     seq_length: int = 0
     consumed_tokens: int = 0
     """Of ``consumed_samples``."""
+    loss_spikes: int | None = None
+    """Since the last line; None without ``--check-for-spiky-loss``."""
 
     def __str__(self) -> str:
         """The line. The fields from tokens/s on are ours; the others are Megatron's."""
@@ -77,7 +79,28 @@ class LogLine:
         if self.stage:
             fields.append(f"stage: {self.stage} of {self.seq_length} tokens")
             fields.append(f"consumed tokens: {self.consumed_tokens:12d}")
+        if self.loss_spikes is not None:
+            fields.append(f"number of loss spikes: {self.loss_spikes:3d}")
         return f" [{self.time:%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
+
+
+@dataclass(slots=True)
+class LossSpikes:
+    """Megatron's test: 10 times the largest loss of the first 100 iterations of a process."""
+
+    factor: float = 10.0
+    num_first: int = 100
+    _largest: float = 0.0
+    _count: int = 0
+
+    def is_spike(self, loss: float) -> bool:
+        """Whether ``loss``, the next one, is a spike; one that is not finite is none."""
+        if not math.isfinite(loss):
+            return False
+        if self._count < self.num_first:
+            self._count, self._largest = self._count + 1, max(self._largest, loss)
+            return False
+        return loss >= self.factor * self._largest
 
 
 def evaluation_line(iteration: int, loss: float) -> str:
@@ -162,7 +185,7 @@ class Reporter:
         )
         self._active, self._world_size = launch.rank == 0, launch.world_size
         self._since_line: list[IterationMetrics] = []
-        self._skipped = self._nan = 0  # iterations since the last line
+        self._spikes = LossSpikes() if config.loop.check_for_spiky_loss else None
         self._open = contextlib.ExitStack()
         self.enter_stage(config)
 
@@ -215,6 +238,7 @@ class Reporter:
         self.summary.step_seconds += seconds
         if not self._active:
             return
+        is_spike = self._spikes is not None and self._spikes.is_spike(result.lm_loss)
         metrics = IterationMetrics(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
@@ -222,6 +246,8 @@ class Reporter:
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
             valid_tokens=result.valid_tokens,
+            skipped=int(not result.updated),
+            loss_spike=int(is_spike),
             step_seconds=seconds,
             tokens_per_second_per_gpu=self._config.batch.tokens / seconds / self._world_size,
             tflops_per_gpu=self._flops / 1e12 / seconds / self._world_size,
@@ -230,8 +256,10 @@ class Reporter:
         for sink in self._sinks:
             sink.write(metrics)
         self._since_line.append(metrics)
-        self._skipped += not result.updated
-        self._nan += not math.isfinite(result.lm_loss)
+        if is_spike or not result.updated:
+            what = "is a spike" if is_spike else "or its gradient is not finite: no update"
+            loss = f"lm loss of iteration {progress.iteration}, {result.lm_loss:.6E}"
+            self.say(f"warning: the {loss}, {what}")
         self._console.advance(progress.iteration)
         if progress.iteration % self._config.logging.log_interval == 0:
             self._print_line()
@@ -278,6 +306,7 @@ class Reporter:
     def _print_line(self) -> None:
         steps, last, config = self._since_line, self._since_line[-1], self._config
         seconds = sum(step.step_seconds for step in steps)
+        trained = [step.lm_loss for step in steps if not step.skipped]
         line = LogLine(
             time=datetime.now(),
             iteration=last.iteration,
@@ -286,11 +315,12 @@ class Reporter:
             seconds_per_iteration=seconds / len(steps),
             learning_rate=last.learning_rate,
             global_batch_size=config.batch.global_batch_size,
-            # Every step has the same weight, whatever its number of valid tokens, as in Megatron.
-            lm_loss=sum(step.lm_loss for step in steps) / len(steps),
+            # Every step has the same weight, whatever its number of valid tokens, and skipped ones
+            # have none, as in Megatron.
+            lm_loss=sum(trained) / len(trained) if trained else math.nan,
             grad_norm=last.grad_norm,
-            skipped_iterations=self._skipped,
-            nan_iterations=self._nan,
+            skipped_iterations=sum(step.skipped for step in steps),
+            nan_iterations=sum(not math.isfinite(step.lm_loss) for step in steps),
             tokens_per_second_per_gpu=len(steps) * config.batch.tokens / seconds / self._world_size,
             tflops_per_gpu=len(steps) * self._flops / 1e12 / seconds / self._world_size,
             peak_device_bytes=max(step.peak_device_bytes for step in steps),
@@ -298,7 +328,8 @@ class Reporter:
             stage=self._stage_at(last.iteration),
             seq_length=config.batch.seq_length,
             consumed_tokens=config.num_tokens(self.summary.start.data_start, last.iteration),
+            loss_spikes=sum(step.loss_spike for step in steps) if self._spikes else None,
         )
         self._console.print(str(line))
         self._console.report(last.iteration)
-        self._since_line, self._skipped, self._nan = [], 0, 0
+        self._since_line = []

@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Iterator
 
 from megatron_untied.checkpoint import BackgroundSave, Progress, Start
+from megatron_untied.checkpoint.replicas import require_equal_replicas
 from megatron_untied.config.run import RunConfig
-from megatron_untied.training.initialize import UserError
+from megatron_untied.training.initialize import UserError, errors_in_one_line
 from megatron_untied.training.reporting import Reporter
 from megatron_untied.training.state import TrainState
 
@@ -43,12 +44,15 @@ class CheckpointSaver:
             is_last: no training follows that a later checkpoint could save.
 
         Raises:
-            UserError: on every rank, if the checkpoint cannot be written and the run is to stop.
+            UserError: on every rank, if the checkpoint cannot be written and the run is to stop, or
+                if ranks differ in what should be equal.
         """
         if self._config.checkpoint.save is None:
             return
         if progress != self._saved:
             self.finish()
+            with errors_in_one_line():
+                require_equal_replicas(self._train_state.checkpoint_state)
             with self._failures_reported(progress, is_last):
                 begun = self._train_state.save(self._config, progress, self._provenance)
                 self._saved = progress

@@ -9,22 +9,32 @@ from megatron.core.utils import unwrap_model
 
 from megatron_untied import model
 from megatron_untied.checkpoint import Progress, Start, find_start
-from megatron_untied.checkpoint.collective_errors import Gather, same_on_all_ranks
+from megatron_untied.checkpoint.collective_errors import (
+    Gather,
+    raise_on_all_ranks,
+    same_on_all_ranks,
+)
 from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.kernels import AttentionKernel
 from megatron_untied.data.datasets import Datasets
 from megatron_untied.data.sample_order import describe_samples
 from megatron_untied.model import attention_kernel
 from megatron_untied.phases import Phase
+from megatron_untied.planner.automatic import choose, is_automatic
 from megatron_untied.planner.machine import this_machine
 from megatron_untied.planner.plan import Plan
-from megatron_untied.planner.search import choose, describe_stage, is_automatic, plan_stages
+from megatron_untied.planner.search import describe_stage, plan_stages
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.exits import SignalWatch, watch_training
 from megatron_untied.training.initialize import Launch, errors_in_one_line, initialize
-from megatron_untied.training.liveness import Heartbeat, PeerProgress, heartbeat_of_setup
+from megatron_untied.training.liveness import (
+    Heartbeat,
+    PeerProgress,
+    heartbeat_of_setup,
+    open_rank_monitor,
+)
 from megatron_untied.training.metrics import require_output_paths
 from megatron_untied.training.rendezvous import (
     gather_in,
@@ -81,6 +91,9 @@ def set_up(
         require_same_config(config, launch, store)  # first: all that follows depends on flags
         require_on_first_rank(lambda: require_output_paths(config), launch, store)
         start = find_agreed_start(config, gather_in(store, launch))
+        report_progress = None
+        if config.distributed.enable_ft_package:
+            report_progress = raise_on_all_ranks(open_rank_monitor, gather_in(store, launch))
     # A connection of its own per thread: a blocked call would block the others on the same one.
     signals = SignalWatch(store.clone(), launch.rank, advice=lambda: "nothing was trained")
     with errors_in_one_line(), signals:
@@ -102,6 +115,7 @@ def set_up(
         say=report.say,
         every_seconds=config.logging.heartbeat_seconds,
         timeout_seconds=config.distributed.timeout_minutes * 60,
+        moved=report_progress,
     )
     return Run(
         config=config,
@@ -148,7 +162,9 @@ def plan_run(
         replace(stage, heads_per_chunk=plan.config.parallel.heads_per_chunk)
         for stage, plan in zip(config.stages, plans, strict=True)
     )
-    return replace(config, stages=stages, memory=plans[0].config.memory), plans
+    settled = plans[0].config  # all plans have the same, but for heads per exchange
+    config = replace(config, stages=stages, memory=settled.memory, parallel=settled.parallel)
+    return config, plans
 
 
 def enter_stage(run: Run, stage: int) -> Run:

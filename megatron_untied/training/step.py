@@ -7,10 +7,10 @@ ranks.
 """
 
 import contextlib
+import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks
-from megatron_untied.config.run import RunConfig
+from megatron_untied.config.run import LoopConfig, RunConfig
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.data.loader import micro_batches
 from megatron_untied.phases import Phase
 from megatron_untied.platform import device
+from megatron_untied.training.guards import StepGuard, StepNumbers
 from megatron_untied.training.initialize import errors_in_one_line
 from megatron_untied.training.state import TrainState
 
@@ -41,6 +42,8 @@ class Batch:
     They are 1 without ``--loss-weighting sample``."""
     sequence: SequenceInfo = field(default_factory=SequenceInfo)
     """Positions of this shard's tokens [b, s/p] and documents of the whole sequences [b, s]."""
+    samples: tuple[int, ...] = ()
+    """Numbers of the samples in the dataset, for messages; set by :func:`global_batches`."""
 
 
 GetBatch = Callable[[dict[str, Tensor], RunConfig, ProcessGroupCollection], Batch]
@@ -79,16 +82,19 @@ def global_batches(
         stop=stop,
     )
     num_micro_batches = config.batch.num_micro_batches(groups.dp.size())
+
+    def read() -> list[Batch]:
+        batches = []
+        for micro_batch in itertools.islice(samples, num_micro_batches):
+            numbers = tuple(micro_batch.pop("number").tolist())
+            batches.append(replace(get_batch(micro_batch, config, groups), samples=numbers))
+        return batches
+
     while True:
         with errors_in_one_line():
             # One all-reduce of a number per step; without it the other ranks would wait in the
             # first collective of the forward for a rank that has failed.
-            batches = raise_on_all_ranks(
-                lambda: [
-                    get_batch(micro_batch, config, groups)
-                    for micro_batch in itertools.islice(samples, num_micro_batches)
-                ]
-            )
+            batches = raise_on_all_ranks(read)
         yield batches
 
 
@@ -122,11 +128,17 @@ class StepResult:
     """As Megatron reports it: the schedule's value after the step, used by the next step."""
     valid_tokens: int
     updated: bool
-    """False if the optimizer skipped the update because of the gradient."""
+    """False if the update was skipped because the loss or the gradient was not finite."""
 
 
 def train_step(
-    train_state: TrainState, batches: list[Batch], *, num_samples: int, forward_step: ForwardStep
+    train_state: TrainState,
+    batches: list[Batch],
+    *,
+    num_samples: int,
+    forward_step: ForwardStep,
+    guard: StepGuard | None = None,
+    iteration: int = 0,
 ) -> StepResult:
     """Do one optimizer step; collective over all ranks.
 
@@ -135,27 +147,90 @@ def train_step(
         batches: this rank's micro-batches.
         num_samples: by which the schedule advances: an iteration's, as it counts them.
         forward_step: computes the loss of a micro-batch.
+        guard: checks the numbers; None makes one that checks nothing.
+        iteration: counted from 1, for messages.
+
+    Raises:
+        UserError: on every rank, before anything is updated: a check of ``guard`` failed.
     """
-    sharding, ranks = train_state.sharding, train_state.groups.dp_cp
-    valid_tokens, weight = count_valid_tokens(batches, ranks)
-    sharding.zero_grad()
-    lm_loss = forward_backward(train_state, batches, weight, forward_step)
-    with train_state.progress.phase(Phase.OPTIMIZER):
-        dist.all_reduce(lm_loss, group=ranks)
-        updated, grad_norm = sharding.step()
+    guard = guard or StepGuard(train_state.model, LoopConfig(train_iters=0, check_for_nan=False))
+    valid_tokens, weight = count_valid_tokens(batches, train_state.groups.dp_cp)
+    guard.begin(iteration)
+    compute = functools.partial(
+        compute_gradients, train_state, batches, weight, forward_step=forward_step, guard=guard
+    )
+    numbers = compute(then=train_state.sharding.update)
+    failed = not numbers.replays_equal or (guard.checks_nan and not numbers.is_finite)
+    if failed:
+        samples = [batch.samples for batch in batches]
+        if guard.rerun_on_nan and not numbers.is_finite:
+            progress = train_state.progress
+            total_units = progress.last_completed().total_units
+            progress.begin(f"iteration {iteration}, run again", total_units)
+            found = guard.verdict(numbers, compute, samples)
+        else:
+            found = guard.message(numbers, samples)
+        with errors_in_one_line():
+            raise FloatingPointError(f"iteration {iteration}: {found}")
+    if numbers.is_finite:  # as in Megatron, a skipped step does not count in the schedule
         train_state.scheduler.step(increment=num_samples)
     return StepResult(
-        lm_loss=lm_loss.item(),  # synchronizes: the optimizer's kernels are the last of the step
-        grad_norm=float(grad_norm),
+        lm_loss=numbers.lm_loss,
+        grad_norm=float(numbers.grad_norm),
         learning_rate=train_state.scheduler.get_lr({}),
         valid_tokens=valid_tokens,
-        updated=updated,
+        updated=numbers.is_finite,
+    )
+
+
+def compute_gradients(
+    train_state: TrainState,
+    batches: list[Batch],
+    total_weight: float,
+    *,
+    forward_step: ForwardStep,
+    guard: StepGuard,
+    then: Callable[[float | Tensor], None] | None = None,
+) -> StepNumbers:
+    """Forward and backward of one step, and what came of it; collective over all ranks.
+
+    All ranks return alike: the loss is reduced together with the flags of ``guard``, over all
+    ranks. The host waits for the device there, before the optimizer's kernels are launched.
+
+    Args:
+        train_state: its gradients are replaced.
+        batches: this rank's micro-batches.
+        total_weight: as in :func:`forward_backward`.
+        forward_step: computes the loss of a micro-batch.
+        guard: has begun this step.
+        then: is called with the gradient's norm, if no rank has a number that is not finite or a
+            replay that differs.
+    """
+    sharding = train_state.sharding
+    sharding.zero_grad()
+    losses = forward_backward(train_state, batches, total_weight, forward_step)
+    with train_state.progress.phase(Phase.OPTIMIZER):
+        norm = sharding.gradient_norm()
+        # Tensor-parallel ranks have the same loss: the first of them counts.
+        own_loss = sum(losses) if train_state.groups.tp.rank() == 0 else losses[0].new_zeros(())
+        sums = torch.cat([own_loss[None], guard.flags(losses, norm)])
+        dist.all_reduce(sums)
+        lm_loss, num_not_finite, num_differing = sums.tolist()
+        is_finite, replays_equal = num_not_finite == 0, num_differing == 0
+        if then is not None and is_finite and replays_equal:
+            then(norm)
+    return StepNumbers(
+        losses=losses,
+        lm_loss=lm_loss,
+        grad_norm=norm,
+        is_finite=is_finite,
+        replays_equal=replays_equal,
     )
 
 
 def forward_backward(
     train_state: TrainState, batches: list[Batch], total_weight: float, forward_step: ForwardStep
-) -> Tensor:
+) -> list[Tensor]:
     """Accumulate this rank's gradients of ``batches`` in the model.
 
     Args:
@@ -165,10 +240,10 @@ def forward_backward(
         forward_step: computes the loss of a micro-batch.
 
     Returns:
-        This rank's part of the loss: a scalar in fp64. The sum over the ranks is the loss.
+        This rank's part of the loss, of each micro-batch: scalars in fp64. The sum over them and
+        the ranks is the loss.
     """
-    # fp64 costs one scalar per micro-batch and makes the sum independent of their number.
-    total = torch.zeros((), dtype=torch.float64, device=device.current_device())
+    losses = []
     sharding, progress = train_state.sharding, train_state.progress
     for number, batch in enumerate(batches, start=1):
         name = f"micro-batch {number} of {len(batches)}" if len(batches) > 1 else ""
@@ -180,18 +255,9 @@ def forward_backward(
                 loss = forward_step(sharding.model, batch, batch.loss_mask / (total_weight or 1))
             with progress.phase(Phase.BACKWARD, micro_batch=name):
                 loss.backward()
-        total += loss.detach()
-    return total
-
-
-def require_finite(result: StepResult, iteration: int) -> None:
-    """Raise ``FloatingPointError`` if the loss or the gradient norm is nan or infinite."""
-    if not (math.isfinite(result.lm_loss) and math.isfinite(result.grad_norm)):
-        raise FloatingPointError(
-            f"iteration {iteration}: lm loss {result.lm_loss}, grad norm {result.grad_norm}. The "
-            "weights are not valid any more and were not saved; resume from a checkpoint with a "
-            "lower --lr, or give --no-check-for-nan-in-loss-and-grad to continue regardless"
-        )
+        # fp64 costs one scalar per micro-batch and makes the sum independent of their number.
+        losses.append(loss.detach().double())
+    return losses
 
 
 @torch.no_grad()

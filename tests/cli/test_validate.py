@@ -61,6 +61,11 @@ from tests.support.command_line import tiny_config
          "--cp-heads-per-chunk 6 is more than the 4 query heads per tensor-parallel rank; use "),
         (1, {"recompute_granularity": "full", "recompute_num_layers": 3},
          "--recompute-num-layers 3 is more than --num-layers 2; use 2 to keep the input"),
+        (1, {"recompute_granularity": "selective", "attention_output_layers": 3},
+         "--attention-output-layers 3 is more than --num-layers 2; use 2, or leave it out"),
+        (1, {"recompute_granularity": "full", "attention_output_layers": 1},
+         "--attention-output-layers 1 keeps attention outputs, and --recompute-granularity full "
+         "recomputes all of them; give selective"),
         (1, {"recompute_granularity": "full", "cpu_offloading_num_layers": 3},
          "--cpu-offloading-num-layers 3 is more than --num-layers 2; use 2, or all"),
         (1, {"optimizer_cpu_offload": True},

@@ -33,7 +33,7 @@ def order(
     return [batch["tokens"][:, 0].tolist() for batch in islice(batches, num_batches)]
 
 
-def test_batches_have_the_four_fields():
+def test_batches_have_the_four_fields_and_the_numbers_of_their_samples():
     batch = next(
         micro_batches(
             Numbered(),
@@ -44,6 +44,7 @@ def test_batches_have_the_four_fields():
             num_workers=0,
         )
     )
+    assert batch.pop("number").tolist() == [0, 1]
     assert list(batch) == ["tokens", "labels", "loss_mask", "positions"]
     assert all(tensor.shape == (2, 3) for tensor in batch.values())
 

@@ -37,6 +37,8 @@ FAST = {
     "parked": ON_HOST + "--park-during-attention",
     "groups of full, some on the host": FULL
     + "--recompute-num-layers 3 --num-layers 6 --cpu-offloading-num-layers 4",
+    "some outputs kept": ON_HOST
+    + "--num-layers 6 --recompute-num-layers 4 --attention-output-layers 3",
     "plain": SHARDED + "--cp-heads-per-chunk 8",
     "distributed optimizer": COMMON
     + "--use-distributed-optimizer --recompute-granularity selective --cp-heads-per-chunk 16",
@@ -68,6 +70,13 @@ SLOW = {
     "groups, parked, some on the host": SELECTIVE
     + "--recompute-num-layers 3 --num-layers 6 --cpu-offloading-num-layers 4 "
     "--park-during-attention",
+    "some outputs kept, parked": ON_HOST
+    + "--num-layers 6 --recompute-num-layers 2 --attention-output-layers 3 --park-during-attention",
+    "some outputs kept on the device": SELECTIVE
+    + "--num-layers 7 --recompute-num-layers 3 --attention-output-layers 2 "
+    "--cpu-offloading-num-layers 3",
+    "sizes by default, long": SELECTIVE
+    + "--seq-length 1048576 --loss-chunk-size auto --attention-output-layers 1",
     "long": ON_HOST + "--seq-length 1048576",
     "long, parked": ON_HOST + "--seq-length 1048576 --park-during-attention",
     "long, plain": SHARDED + "--seq-length 524288 --loss-chunk-size 256 --cp-heads-per-chunk all",

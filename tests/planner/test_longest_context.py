@@ -9,7 +9,8 @@ import pytest
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.cli.context_flags import context_flags, launch_command, training_flags
 from megatron_untied.cli.planner_flags import parse_plan_request
-from megatron_untied.planner.longest_context import (
+from megatron_untied.planner.plan import Plan, fits, length_step, longest
+from megatron_untied.planner.search import (
     GPU,
     HOST,
     KERNEL,
@@ -17,7 +18,6 @@ from megatron_untied.planner.longest_context import (
     limit_of,
     longest_context,
 )
-from megatron_untied.planner.plan import Plan, fits, length_step, longest
 from tests.support.planning import machine, run_config
 
 SMALL = (
@@ -51,7 +51,7 @@ def other_settings(plan: Plan):
             memory = replace(
                 config.memory, recompute_granularity=granularity, park_during_attention=park,
                 recompute_num_layers=size, cpu_offloading_num_layers=on_host,
-                sequence_tile_size=2048, loss_chunk_size=512,
+                attention_output_layers=None, sequence_tile_size=2048, loss_chunk_size=512,
             )  # fmt: skip
             yield replace(config, parallel=parallel, memory=memory, optimization=optimization)
 
@@ -64,7 +64,8 @@ def test_no_setting_fits_a_longer_one(host_memory_gib):
     for config in other_settings(found.plan):
         longer = Plan(config, found.plan.machine, every_layer=False).at_length(found.tokens + step)
         assert not fits(longer), config
-    assert found.limit in (GPU, HOST, f"{GPU} and {HOST} together", KERNEL)
+    both = f"{GPU} and {HOST}"
+    assert found.limit in (GPU, HOST, both, f"{both} together", KERNEL)
 
 
 def test_much_and_little_host_memory_limit_differently():
@@ -95,7 +96,7 @@ def test_nothing_fits_at_all():
 def test_what_limits_given_flags():
     plan = Plan(run_config(SMALL, world_size=2), machine(**POOR))
     tokens = longest(plan, with_host=True)
-    assert limit_of(plan, tokens) == GPU
+    assert limit_of([plan], tokens) == GPU
 
 
 def test_the_flags_give_the_plan():

@@ -75,7 +75,7 @@ def test_a_quick_plan_has_the_same_peak(flags):
     [
         ("--cp-heads-per-chunk all", "--cp-heads-per-chunk 16"),
         ("--cp-heads-per-chunk 16", ""),
-        ("", "--no-cp-overlap"),
+        ("--cp-overlap", "--no-cp-overlap"),
         ("--no-cp-overlap", "--no-cp-overlap --park-during-attention"),
         ("--cpu-offloading-num-layers 16", ""),
         ("--cpu-offloading-num-layers 0", "--cpu-offloading-num-layers 0 --recompute-num-layers 4"),
@@ -91,7 +91,10 @@ def test_what_the_host_takes():
     made = plan()
     tokens, layers = 1048576 // 8, 32
     assert made.host[MemoryCategory.KEPT] == layers * tokens * (2 * 4096 * 2 + 32 * 4)
-    assert made.host[MemoryCategory.LOADER] == 2 * 2 * 28 * 1048576
+    assert made.host[MemoryCategory.LOADER] == 2 * (2 * 28 * 1048576 + (64 << 20))
+    assert made.host[MemoryCategory.FILE_CACHE] == 4 * 4 * 1048576
+    saving = plan("--save somewhere --save-interval 1")
+    assert saving.host[MemoryCategory.FILE_CACHE] == 4 * 4 * 1048576 + GIB
     grouped = plan("--recompute-num-layers 8")
     assert grouped.host[MemoryCategory.KEPT] < 0.7 * made.host[MemoryCategory.KEPT]
 
@@ -174,3 +177,40 @@ def test_limits_leave_a_reserve():
     here = machine()
     assert here.device_bytes == 76 * GIB
     assert here.host_bytes == (2048 // 8 - 2) * GIB
+
+
+SIZES = "--seq-length {1} --context-parallel-size 8 --bf16 --recompute-granularity full --model {0}"
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "tile", "chunk", "overlap"),
+    [
+        ("llama3-8b", 5 << 20, 8192, 2048, False),
+        ("llama3-8b", 1 << 19, 8192, 2048, True),
+        ("qwen3-32b", 1 << 20, 4096, 2048, False),  # wide: half the tile
+        ("llama3-8b --tensor-model-parallel-size 4 --context-parallel-size 2", 1 << 19, 8192, 8192,
+         True),
+        ("mistral-7b --window-size 4096,0", 1 << 20, 8192, 8192, True),  # attention is short
+    ],
+)  # fmt: skip
+def test_sizes_that_are_not_given_are_those_that_long_runs_are_tuned_to(
+    model, tokens, tile, chunk, overlap
+):
+    flags = SIZES.format(model, tokens)
+    given = f" --sequence-tile-size {tile} --loss-chunk-size {chunk}"
+    given += " --cp-overlap" if overlap else " --no-cp-overlap"
+    free, tuned = (Plan(run_config(each), machine()) for each in (flags, flags + given))
+    assert free.geometry.config == tuned.geometry.config
+    assert free.peak.num_bytes == tuned.peak.num_bytes
+
+
+def test_sizes_are_found_anew_at_every_length():
+    """Overlap pays at 256K only, and the longest context of plans that leave it open has none."""
+    made = plan("--seq-length 262144")
+    assert made.geometry.schedule.overlap
+    assert not made.at_length(2 << 20).geometry.schedule.overlap
+    with_it, without = (
+        longest(plan(f"--seq-length 262144 {flag}"), with_host=False)
+        for flag in ("--cp-overlap", "--no-cp-overlap")
+    )
+    assert with_it < without == longest(made, with_host=False)

@@ -1,9 +1,11 @@
 """What overwriting the residual and its gradient in place must not break."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_untied.api import streamed_layers as streamed_layers_of_api
 from megatron_untied.config import MemoryConfig, ParallelConfig, Precision
@@ -23,6 +25,7 @@ PARKED = MemoryConfig(
     cpu_offloading_num_layers=2,
     park_during_attention=True,
 )
+aten = torch.ops.aten
 NAMES = ["selective", "groups of full", "parked"]
 
 
@@ -237,3 +240,48 @@ def check_attention_runs(group, memory, forwards_per_layer):
 def test_attention_forwards_a_step(granularity, forwards, every):
     memory = MemoryConfig(recompute_granularity=granularity, recompute_num_layers=every)
     run_on_ranks(check_attention_runs, 1, memory, forwards)
+
+
+class Products(TorchDispatchMode):
+    """Collects the operators that multiply matrices, and adds up the multiplications of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.multiplications = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
+            self.multiplications[func.overloadpacket] += out.numel() * args[-1].shape[-2]
+        return out
+
+
+def check_products(group, config, memory):
+    """Of a step at micro-batch 1, in which a residual made by a transpose has stride n * m."""
+    model, s = make_model(config, memory=memory), 24
+    with Products() as products:
+        model(**batch(config, s, 1)).backward()
+    layer, full = model.decoder.layers[0], memory.recompute_granularity == "full"
+    attention, mlp = layer.self_attention, layer.mlp
+    # One run in forward, two of as many products in backward. Attention's backward needs q, k, v
+    # again, its recomputation once more; a tile's last product is not recomputed.
+    norms_read_qkv = int(config.qk_layernorm)
+    runs = {
+        attention.linear_qkv: 4 + full + norms_read_qkv,
+        attention.linear_proj: 4,
+        mlp.linear_fc1: 4,
+        mlp.linear_fc2: 3,
+    }
+    elements = config.num_layers * sum(n * linear.weight.numel() for linear, n in runs.items())
+    # The loss takes other operators, but for the gradient of its input.
+    elements += config.vocab_size * config.hidden_size
+    assert products.multiplications == {aten.mm: s * elements}
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_layernorm": True}], ids=["", "norms of q and k"])
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_no_product_runs_for_nothing_or_as_a_batch_of_vectors(granularity, changes):
+    memory = MemoryConfig(
+        recompute_granularity=granularity, sequence_tile_size=7, loss_chunk_size=10
+    )
+    run_on_ranks(check_products, 1, tiny(**changes), memory)

@@ -1,5 +1,7 @@
 """The streamed model against the same model under ordinary autograd."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,6 +28,7 @@ def check_equals_autograd(group, config, parallel, memories, b=2, s=24):
     plain = make_model(config, parallel, groups=groups)
     layout = plain.decoder.layers[0].self_attention.context.layout
     expected_loss, expected = loss_and_gradients(plain, data, layout)
+    kept_otherwise = {}
     for memory in memories:
         streamed = make_model(config, parallel, memory, groups=groups)
         for _ in range(2):  # a second step reuses every buffer
@@ -34,13 +37,18 @@ def check_equals_autograd(group, config, parallel, memories, b=2, s=24):
         for name, gradient in gradients.items():
             error = (gradient - expected[name]).abs().max() / expected[name].abs().max()
             assert error < TOLERANCE, f"{name}: {error:.1e} with {memory}"
+        # The same bits whether attention outputs are kept or recomputed.
+        rest = replace(memory, recompute_granularity=None, attention_output_layers=None)
+        others = kept_otherwise.setdefault(rest, gradients)
+        assert all(torch.equal(gradient, others[name]) for name, gradient in gradients.items())
 
 
 def memory_configs():
-    for granularity in ("full", "selective"):
+    for granularity, kept in (("full", None), ("selective", None), ("selective", 2)):
         for every, tile, host, park in ((1, 5, 0, False), (2, 1000, 2, False), (3, 7, 5, True)):
             yield MemoryConfig(
                 recompute_granularity=granularity,
+                attention_output_layers=kept,
                 recompute_num_layers=every,
                 sequence_tile_size=tile,
                 cpu_offloading_num_layers=host,

@@ -49,7 +49,7 @@ def values_of(indices: Mapping[str, int], factors: Mapping[str, Sequence[Any]]) 
 
 
 def memory_flags(case: Case) -> dict[str, Any]:
-    """Flags of the factors recompute, host_layers, park, tile, sharding and tensor."""
+    """Flags of the factors recompute, kept, host_layers, park, tile, sharding and tensor."""
     flags = {
         "tensor_model_parallel_size": case["tensor"],
         "sequence_parallel": case["tensor"] > 1 or None,
@@ -59,6 +59,7 @@ def memory_flags(case: Case) -> dict[str, Any]:
     if case["recompute"]:
         kind, every = case["recompute"]
         flags |= {"recompute_granularity": kind, "recompute_method": "uniform"}
+        flags["attention_output_layers"] = case.get("kept")
         flags |= {"recompute_num_layers": every, "cpu_offloading_num_layers": case["host_layers"]}
     if case["sharding"]:
         flags[case["sharding"]] = True

@@ -35,6 +35,23 @@ def mebibytes(n, **options):
     return torch.empty(n * MIB // 4, **options)
 
 
+@pytest.mark.parametrize(("tokens", "rows", "sums"), [(4096, 600, 1009), (4096, 8192, 4505),
+                                                      (3072, 600, 0)])  # fmt: skip
+@pytest.mark.parametrize("b", [1, 2])
+def test_partial_sums_of_a_lookups_backward_count_for_a_moment(live, tokens, rows, sums, b):
+    """As CUDA's kernel makes them: fp32, a tenth of the tokens and a row for each row."""
+    weight = torch.zeros(rows, 64, dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.zeros(b, tokens // b, dtype=torch.int64)
+    out = torch.nn.functional.embedding(ids, weight).transpose(0, 1)  # [n, b, m], as megatron-core
+    gradient = torch.zeros(tokens // b, b, 64, dtype=torch.bfloat16)
+    before = live.num_bytes
+    out.backward(gradient)
+    assert live.num_bytes - before == 2 * 64 * rows  # the gradient
+    peak = max(each.num_bytes for each in live.peaks.values())
+    copied = gradient.nbytes if b > 1 else 0  # to [b, n, m]
+    assert peak - before == 2 * 64 * rows + 4 * 64 * sums + copied
+
+
 def test_memory_counts_as_long_as_anything_holds_it(live):
     x = mebibytes(3)
     view = x[5:]

@@ -1,6 +1,10 @@
 import contextlib
+import importlib.machinery
+import importlib.util
+import socket
 import sys
 import time
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -10,13 +14,14 @@ import torch.distributed as dist
 import pretrain_gpt
 from megatron_untied.phases import Phase
 from megatron_untied.step_progress import LayerProgress, StepProgress
+from megatron_untied.training import liveness
 from megatron_untied.training.liveness import (
     Heartbeat,
     PeerProgress,
     heartbeat_line,
     is_failed_collective,
 )
-from tests.support.command_line import command_line
+from tests.support.command_line import command_line, tiny_config
 from tests.support.launch import launch
 
 
@@ -89,13 +94,42 @@ def test_a_rank_that_gets_no_further_says_once_who_is_missing(capsys):
     with attending(layers[0], chunks=2), attending(layers[1], chunks=1):
         for seconds in (0, 500, 545, 600):
             other._beat(now)
-            beating._beat(now + seconds)
+            beating._beat(now + seconds)  # looks at 360 s, warns at 540
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert (
         "rank 1 did not arrive, rank 1 last at iteration 1, attention forward, layer 5 of 8, "
-        "chunk 1 of 2"
+        f"chunk 1 of 2, on {socket.gethostname()}; reported by rank 0 at"
     ) in said[0]
+
+
+def test_a_rank_without_a_beat_is_named_though_it_is_at_the_same_point(capsys):
+    """A node that was cut off while all ranks waited in one collective."""
+    store = dist.HashStore()
+    ranks = [heartbeat([], every=0, store=store, rank=rank, world_size=3) for rank in range(3)]
+    now = time.monotonic()
+    for seconds in (0, 400, 545):
+        for number, each in enumerate(ranks):
+            if number != 2 or seconds < 400:
+                each._beat(now + (seconds if number == 0 else 0))
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("warning: rank 2 gave no sign of life, rank 2 last at start, setup, on ")
+    # A rank that has left because of an error of its own is no dead node.
+    ranks[1]._peers.publish(ranks[1]._progress.last_completed(), ends=True)
+    ranks[0]._peers.look()
+    assert ranks[0]._diagnosis().startswith("rank 2 gave no sign of life")
+
+
+def test_a_store_that_does_not_answer_is_said_within_seconds(monkeypatch):
+    class CutOff(dist.HashStore):
+        def check(self, keys):
+            time.sleep(60)
+
+    monkeypatch.setattr(liveness, "STORE_SECONDS", 0.2)
+    beating = heartbeat([], every=0, store=CutOff(), world_size=2)
+    began = time.monotonic()
+    assert beating._diagnosis().startswith("the store of all ranks does not answer ")
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(
@@ -156,3 +190,69 @@ def test_a_run_says_how_far_its_steps_are_on_the_first_rank(tmp_path):
     assert "heartbeat: iteration" in said[0]
     assert "layer 2 of 2" in said[0]
     assert "heartbeat" not in said[1]
+
+
+class RankMonitorClientError(Exception):
+    pass
+
+
+class RankMonitorClient:
+    """Of nvidia-resiliency-ext 0.4: the calls that are made, in the order that it demands."""
+
+    made: list["RankMonitorClient"] = []
+
+    def __init__(self):
+        self.beats, self.is_initialized = 0, False
+        self.made.append(self)
+
+    def init_workload_monitoring(self):
+        self.is_initialized = True
+
+    def send_heartbeat(self):
+        assert self.is_initialized
+        self.beats += 1
+
+
+@pytest.fixture
+def extension(monkeypatch):
+    """A stand-in for the package, which is optional."""
+    tolerance = types.ModuleType("nvidia_resiliency_ext.fault_tolerance")
+    tolerance.RankMonitorClient, tolerance.RankMonitorClientError = (
+        RankMonitorClient,
+        RankMonitorClientError,
+    )
+    package = types.ModuleType("nvidia_resiliency_ext")
+    package.fault_tolerance = tolerance
+    package.__spec__ = importlib.machinery.ModuleSpec("nvidia_resiliency_ext", None)
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", package)
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext.fault_tolerance", tolerance)
+    monkeypatch.setattr(RankMonitorClient, "made", [])
+    return tolerance
+
+
+def test_the_rank_monitor_hears_of_progress_and_not_of_waiting(extension):
+    assert tiny_config(enable_ft_package=True).distributed.enable_ft_package
+    beating = heartbeat([], every=0)
+    beating._on_move = liveness.open_rank_monitor()
+    (client,) = RankMonitorClient.made
+    now = time.monotonic()
+    for seconds in range(5):
+        beating._beat(now + seconds)
+    assert client.beats == 1
+    beating._progress.begin("iteration 1")
+    beating._beat(now + 6)
+    assert client.beats == 2
+
+
+def test_a_run_without_the_extension_or_its_launcher_is_refused(extension, monkeypatch):
+    def fail(self):
+        raise RankMonitorClientError("FT_RANK_MONITOR_IPC_SOCKET should be set")
+
+    monkeypatch.setattr(RankMonitorClient, "init_workload_monitoring", fail)
+    with pytest.raises(ValueError, match=r"no rank monitor answers .*start the run with ft_launch"):
+        liveness.open_rank_monitor()
+    monkeypatch.delitem(sys.modules, "nvidia_resiliency_ext")
+    if importlib.util.find_spec("nvidia_resiliency_ext"):
+        pytest.skip("nvidia-resiliency-ext is installed")
+    with pytest.raises(ValueError, match="needs the package nvidia-resiliency-ext, which is not"):
+        tiny_config(enable_ft_package=True)

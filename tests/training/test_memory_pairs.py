@@ -14,6 +14,7 @@ LAYERS = 4
 ITERATIONS = 3  # the third follows from two updates
 FACTORS = {
     "recompute": [None, *((kind, k) for kind in ("full", "selective") for k in (1, 2, 3))],
+    "kept": [None, 0, 1, 3],
     "host_layers": [0, 2, LAYERS],
     "park": [False, True],
     "tile": [None, 24, 7],
@@ -26,8 +27,13 @@ FACTORS = {
 
 
 def is_valid(case: dict) -> bool:
-    """At most four ranks; without recomputation nothing is offloaded, parked or tiled."""
+    """At most four ranks; without recomputation nothing is offloaded, parked or tiled.
+
+    Only ``selective`` keeps attention outputs.
+    """
     plain = case["host_layers"] == 0 and not case["park"] and case["tile"] is None
+    if case["kept"] is not None and (case["recompute"] or "f")[0] != "selective":
+        return False
     return case["context"] * case["tensor"] <= 4 and (case["recompute"] is not None or plain)
 
 

@@ -16,7 +16,8 @@ from megatron_untied.training.metrics import (
 
 KEYS = {
     "iteration", "consumed_samples", "lm_loss", "grad_norm", "learning_rate", "valid_tokens",
-    "step_seconds", "tokens_per_second_per_gpu", "tflops_per_gpu", "peak_device_bytes",
+    "skipped", "loss_spike", "step_seconds", "tokens_per_second_per_gpu", "tflops_per_gpu",
+    "peak_device_bytes",
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def test_ranks_with_different_flags_all_end_with_the_flag_the_values_and_the_ran
     for text in said[:1]:
         assert "error: ranks were started with different flags" in text
         assert "--seq-length is 64 on rank 0 and 128 on rank 1" in text
-        assert "--no-cp-overlap is True on rank 0 and False on rank 1" in text
+        assert "--cp-overlap is True on rank 0 and False on rank 1" in text
         assert "max-position" not in text  # follows from the sequence length
         assert len(text.strip().splitlines()) == 2  # the status follows
 

@@ -54,14 +54,23 @@ def datasets_provider(config, start: Progress) -> Datasets:
         vocab_size=data.vocab_size,
         parse_special_tokens=data.sft,  # those that a chat template writes
     )
+    # With several sequence lengths: of all training samples since their order began.
+    batches = config.batches(start.data_start, config.loop.train_iters)
+    lengths = [(batch.seq_length, n * batch.global_batch_size) for batch, n in batches if n]
+    valid = {
+        stage.batch.seq_length: config.evaluation.eval_iters * stage.batch.global_batch_size
+        for stage in config.stages
+    }
     return build_datasets(
         data,
         tokenizer,
-        seq_length=config.batch.seq_length,
+        seq_length=lengths[-1][0],
         num_samples=config.num_samples(
             iteration=start.iteration, consumed_samples=start.consumed_samples
         ),
         seed=config.seed,
+        earlier=lengths[:-1],
+        valid_lengths=valid,
     )
 
 

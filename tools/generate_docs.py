@@ -33,7 +33,9 @@ feature is missing, is an error, never ignored. Flags of this project alone are 
 OWN = {
     "--model",
     "--cp-heads-per-chunk",
+    "--cp-overlap",
     "--no-cp-overlap",
+    "--attention-output-layers",
     "--sequence-tile-size",
     "--loss-chunk-size",
     "--park-during-attention",

@@ -152,5 +152,5 @@ def build_train_state(
             leaves_out_frozen=config.checkpoint.pretrained_checkpoint is not None,
         ),
         progress=progress,
-        disk=store and store.arena.disk,
+        disk=model.store and model.store.arena.disk,
     )

@@ -18,7 +18,12 @@ from megatron_untied.commands.check_node import (
 from megatron_untied.platform.device import host_memory_bytes
 
 NEEDED = Node(
-    gpus=8, gpu_memory_gib=61.2, host_memory_gib=1830, pinned_gib=222, shared_memory_gib=6
+    gpus=8,
+    gpu_memory_gib=61.2,
+    host_memory_gib=1830,
+    pinned_gib=222,
+    shared_memory_gib=6,
+    activation_disk_gib=480,
 )
 H100_NODE = Node(
     gpus=8,
@@ -26,6 +31,7 @@ H100_NODE = Node(
     host_memory_gib=1990.2,
     pinned_gib=NO_LIMIT,
     shared_memory_gib=1000,
+    activation_disk_gib=4000,
 )
 
 

@@ -58,7 +58,12 @@ WITH_COMMANDS = tuple(
     for name in DOCUMENTS
     # test_guide.py runs them
     if name
-    not in ("docs/extend_llama_to_1m.md", "docs/fine_tune_on_chats.md", "docs/evaluate_context.md")
+    not in (
+        "docs/extend_llama_to_1m.md",
+        "docs/fine_tune_on_chats.md",
+        "docs/one_gpu.md",
+        "docs/evaluate_context.md",
+    )
 )
 
 

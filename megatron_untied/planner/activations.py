@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_untied.config.parameters import first_layer_with_backward
 from megatron_untied.context_parallel.buffer_plan import (
     BackwardBuffers,
     Buffer,
@@ -48,7 +49,10 @@ def memory_plan(geometry: Geometry, rank: int, *, evaluates: bool = False) -> Me
 
     ``evaluates``: there is no backward.
     """
-    memory = geometry.config.memory
+    memory, config = geometry.config.memory, geometry.config
+    first = first_layer_with_backward(config.model, config.adaptation)
+    if evaluates:
+        first = geometry.num_layers
     own_rows = geometry.residual_tokens // geometry.b
     sizes = LayerSizes(
         attention=attention_sizes(geometry, rank),
@@ -60,8 +64,7 @@ def memory_plan(geometry: Geometry, rank: int, *, evaluates: bool = False) -> Me
     known = (id(geometry.schedule), rank, geometry.n, geometry.b, geometry.d, geometry.num_ring)
     known += (sizes.attention.dtype, *sizes.residual, sizes.tile_size, sizes.tile_rows)
     taken = _taken.setdefault((*known, sizes.loss_tokens), {})
-    policy = ActivationPolicy.of(memory, geometry.num_layers)
-    return MemoryPlan(sizes, policy.without_backward() if evaluates else policy, taken)
+    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers, first), taken)
 
 
 def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ...]]:

@@ -250,10 +250,10 @@ def forward_backward(
             with progress.phase(Phase.FORWARD, micro_batch=name):
                 # Not a local variable, which would keep the weights alive during backward.
                 loss = forward_step(sharding.model, batch, batch.loss_mask / (total_weight or 1))
+                # fp64: one scalar, and the sum does not depend on the number of micro-batches.
+                losses.append(loss.detach().double())
             with progress.phase(Phase.BACKWARD, micro_batch=name):
                 loss.backward()
-        # fp64 costs one scalar per micro-batch and makes the sum independent of their number.
-        losses.append(loss.detach().double())
     return losses
 
 

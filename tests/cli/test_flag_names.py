@@ -16,8 +16,9 @@ from tests.support.command_line import tiny_config
 NAMES = {
     options.get("dest", value_name(name)): name
     for group in FLAGS.values()
-    for name, options in group
+    for name, options in reversed(group)
 }
+"""By value; of two flags that set one value, the first of the table."""
 
 
 @pytest.mark.parametrize("value", NAMES)

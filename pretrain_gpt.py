@@ -50,6 +50,7 @@ def model_provider(config, groups, progress) -> ChunkedLossGPTModel:
         groups,
         runtime=Runtime(kernel=attention_kernel(config), progress=progress),
         transformer_impl=config.transformer_impl,
+        adaptation=config.adaptation,
     )
 
 

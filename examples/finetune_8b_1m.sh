@@ -8,21 +8,7 @@
 HOST_MEMORY_GIB="${HOST_MEMORY_GIB:-1024}"
 source "$(dirname "$0")/launch.sh"
 read_arguments "$@"
-CONVERTED="${PATHS[0]:-checkpoints/llama3-8b}"
-
-MODEL_ARGS=(--use-checkpoint-args)
-DEFAULT_TOKENIZER="$CONVERTED/tokenizer"
-if [[ ! -e "$CONVERTED" ]]; then
-    [[ "$DRY_RUN" == yes || "$REHEARSE" == yes ]] || fail "no checkpoint in $CONVERTED; tools/convert_checkpoint.py hf-to-megatron makes one"
-    echo "no checkpoint in $CONVERTED: planned for a model of its shape"
-    MODEL_ARGS=(--model llama3-8b)
-    DEFAULT_TOKENIZER=MOCK
-fi
-name_paths finetune_8b_1m "${PATHS[@]:1}"
-# A rehearsal starts over.
-if [[ -e "$CONVERTED" && ("$REHEARSE" == yes || ! -e "$CHECKPOINTS/latest_checkpointed_iteration.txt") ]]; then
-    LOAD_ARGS=(--load "$CONVERTED" --finetune)
-fi
+name_converted checkpoints/llama3-8b llama3-8b finetune_8b_1m
 
 MODEL_ARGS+=(
     --seq-length 1048576

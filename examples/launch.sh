@@ -78,6 +78,25 @@ name_paths() {
     name_data "${3:-$DEFAULT_TOKENIZER}" "${4:-MOCK}"
 }
 
+# Sets what name_paths sets, and MODEL_ARGS, for a run that begins with a converted checkpoint: its folder by default, the
+# architecture to plan for where it is not there yet, and the name of the run.
+name_converted() {
+    local converted="${PATHS[0]:-$1}"
+    MODEL_ARGS=(--use-checkpoint-args)
+    DEFAULT_TOKENIZER="$converted/tokenizer"
+    if [[ ! -e "$converted" ]]; then
+        [[ "$DRY_RUN" == yes || "$REHEARSE" == yes ]] || fail "no checkpoint in $converted; tools/convert_checkpoint.py hf-to-megatron makes one"
+        echo "no checkpoint in $converted: planned for a model of its shape"
+        MODEL_ARGS=(--model "$2")
+        DEFAULT_TOKENIZER=MOCK
+    fi
+    name_paths "$3" "${PATHS[@]:1}"
+    # A rehearsal starts over.
+    if [[ -e "$converted" && ("$REHEARSE" == yes || ! -e "$CHECKPOINTS/latest_checkpointed_iteration.txt") ]]; then
+        LOAD_ARGS=(--load "$converted" --finetune)
+    fi
+}
+
 name_data() {
     local tokenizer="$1" data="$2"
     case "$tokenizer" in

@@ -26,6 +26,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_untied.backends import Backend, choose_backend
 from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
+from megatron_untied.config.parameters import (
+    TRAIN_ALL,
+    AdaptationConfig,
+    first_layer_with_backward,
+    qkv_rows,
+)
 from megatron_untied.config.run import RunConfig, TransformerImpl
 from megatron_untied.context_parallel.head_schedule import head_schedule
 from megatron_untied.context_parallel.kernels import AttentionKernel, choose_kernel
@@ -38,6 +44,7 @@ from megatron_untied.context_parallel.self_attention import (
 from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.context_parallel.workspace import Workspace
 from megatron_untied.gpt_model import ChunkedLossGPTModel, NoCoreAttention, deferred
+from megatron_untied.lora import adapted
 from megatron_untied.platform.device import current_device
 from megatron_untied.rope import RotaryTable
 from megatron_untied.step_progress import StepProgress
@@ -69,8 +76,12 @@ def build_model(
     *,
     runtime: Runtime | None = None,
     transformer_impl: TransformerImpl = "local",
+    adaptation: AdaptationConfig = TRAIN_ALL,
 ) -> ChunkedLossGPTModel:
-    """The model of this rank, with uninitialized weights, on the current default device."""
+    """The model of this rank, with uninitialized weights, on the current default device.
+
+    Parameters that ``adaptation`` does not train need no gradient.
+    """
     runtime = runtime or Runtime()
     kernel = runtime.kernel or choose_kernel(
         "auto",
@@ -83,8 +94,17 @@ def build_model(
     backend = choose_backend(transformer_impl, model.normalization)
     config = transformer_config(model, parallel, precision, transformer_impl)
     context = attention_context(model, parallel, groups, kernel, runtime.progress)
-    layer = layer_spec(config, backend, context, memory, arena, ends_on_host=True)
-    return ChunkedLossGPTModel(
+    layer = layer_spec(
+        config,
+        backend,
+        context,
+        memory,
+        arena,
+        ends_on_host=True,
+        adaptation=adaptation,
+        first_with_backward=first_layer_with_backward(model, adaptation),
+    )
+    built = ChunkedLossGPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
             # One spec for all layers: they share the workspace and the store in its params.
@@ -99,6 +119,9 @@ def build_model(
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         pg_collection=groups,
     )
+    for name, parameter in built.named_parameters():
+        parameter.requires_grad_(adaptation.trains(name))
+    return built
 
 
 def attention_kernel(config: RunConfig) -> AttentionKernel:
@@ -199,14 +222,21 @@ def layer_spec(
     arena: HostArena,
     *,
     ends_on_host: bool = False,
+    adaptation: AdaptationConfig = TRAIN_ALL,
+    first_with_backward: int = 0,
 ) -> ModuleSpec:
     """The streamed layer if layers recompute, else megatron-core's standard one."""
     is_streamed = memory.recompute_granularity is not None
-    submodules = layer_submodules(config, backend, context, is_streamed=is_streamed)
+    submodules = layer_submodules(config, backend, context, adaptation, is_streamed=is_streamed)
     if not is_streamed:
         return ModuleSpec(module=TransformerLayer, submodules=submodules)
     streaming = streaming_context(
-        config.num_layers, memory, context.workspace, arena, ends_on_host=ends_on_host
+        config.num_layers,
+        memory,
+        context.workspace,
+        arena,
+        ends_on_host=ends_on_host,
+        first_with_backward=first_with_backward,
     )
     return ModuleSpec(
         module=StreamedTransformerLayer, params={"streaming": streaming}, submodules=submodules
@@ -220,11 +250,11 @@ def streaming_context(
     arena: HostArena,
     *,
     ends_on_host: bool = False,
+    first_with_backward: int = 0,
 ) -> StreamingContext:
     """The objects that all streamed layers of one model share; see its fields."""
-    store = ActivationStore(
-        policy=ActivationPolicy.of(memory, num_layers), arena=arena, workspace=workspace
-    )
+    policy = ActivationPolicy.of(memory, num_layers, first_with_backward)
+    store = ActivationStore(policy=policy, arena=arena, workspace=workspace)
     return StreamingContext(
         tile_size=memory.sequence_tile_size, store=store, ends_on_host=ends_on_host
     )
@@ -234,17 +264,32 @@ def layer_submodules(
     config: TransformerConfig,
     backend: Backend,
     context: AttentionContext,
+    adaptation: AdaptationConfig = TRAIN_ALL,
     *,
     is_streamed: bool = False,
 ) -> TransformerLayerSubmodules:
-    """Megatron-core's standard layer with our self-attention in its slot."""
+    """Megatron-core's standard layer with our self-attention in its slot.
+
+    Its linear layers have the adapters of ``adaptation``.
+    """
     head_norm = backend.norm if config.qk_layernorm else None
     column, row = backend.column_parallel_linear, backend.row_parallel_linear
-    qkv, fc2 = column, row
-    if is_streamed:
+    m, t = config.hidden_size, config.tensor_model_parallel_size
+    f, h, g = (
+        size // t
+        for size in (config.ffn_hidden_size, config.num_attention_heads, config.num_query_groups)
+    )
+    # On this rank: rows of the fused matrices, and all of the others.
+    up = {"gate_proj": [range(f)], "up_proj": [range(f, 2 * f)]}
+    up = up if config.gated_linear_unit else {"up_proj": [range(f)]}
+    fc1 = adapted(column, up, adaptation)
+    fc2 = adapted(row, {"down_proj": [range(m)]}, adaptation)
+    qkv = adapted(column, qkv_rows(h, g, config.kv_channels), adaptation)
+    # Adapters add to what a layer returns; norms of queries and keys read it in backward too.
+    if is_streamed and fc2 is row:
         fc2 = UNREAD.get(row, row)
-        if head_norm is None:  # norms of queries and keys read them in backward too
-            qkv = UNREAD.get(column, column)
+    if is_streamed and qkv is column and head_norm is None:
+        qkv = UNREAD.get(column, column)
     return TransformerLayerSubmodules(
         input_layernorm=backend.norm,
         self_attention=ModuleSpec(
@@ -253,14 +298,14 @@ def layer_submodules(
             submodules=SelfAttentionSubmodules(
                 linear_qkv=qkv,
                 core_attention=NoCoreAttention,
-                linear_proj=row,
+                linear_proj=adapted(row, {"o_proj": [range(m)]}, adaptation),
                 q_layernorm=head_norm,
                 k_layernorm=head_norm,
             ),
         ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=backend.norm,
-        mlp=mlp_slot(config, MLPSubmodules(linear_fc1=column, linear_fc2=fc2)),
+        mlp=mlp_slot(config, MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)),
         mlp_bda=get_bias_dropout_add,
     )
 

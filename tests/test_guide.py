@@ -1,5 +1,6 @@
 """Every command of the guides to 1M tokens and to chats, in order, rehearsed with a tiny model."""
 
+import json
 import re
 
 import pytest
@@ -9,12 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from megatron_untied.checkpoint.directory import latest_iteration
 from tests.test_readme import commands, run
 
-GUIDE = "docs/extend_llama_to_1m.md"
-
 
 @pytest.mark.timeout(900)  # a minute when the machine is idle
-def test_every_command_of_the_guide(tmp_path):
-    first, *others = commands(GUIDE)
+@pytest.mark.parametrize(
+    "guide",
+    ["docs/extend_llama_to_1m.md", pytest.param("docs/one_gpu.md", marks=pytest.mark.slow)],
+)
+def test_every_command_of_the_guide(guide, tmp_path):
+    first, *others = commands(guide)
     folder = tmp_path / "rehearsal"
     run(first.replace("--folder rehearsal", f"--folder {folder}"))
     own = "checkpoints/llama3.1-8b-1m"
@@ -49,5 +52,9 @@ def test_every_command_of_the_guide_to_chats(tmp_path):
     )
     assert len(described) == 2  # by the tool and by the run
     assert re.search(r"iteration +6/ +6 .* lm loss", said)
+    assert "trained |" in said
+    adapters = json.loads((folder / "Llama-3.1-8B-adapters" / "adapter_config.json").read_text())
+    assert (adapters["r"], adapters["lora_alpha"]) == (8, 16.0)
+    assert AutoModelForCausalLM.from_pretrained(folder / "Llama-3.1-8B-merged").num_parameters()
     tokenizer = AutoTokenizer.from_pretrained(folder / "Llama-3.1-8B-chat")
     assert tokenizer.chat_template

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     ("platform", "config", "presets", "dtypes", "phases", "step_progress"),
-    ("norms", "matmul", "backends", "rope", "flops", "tiling", "residual"),
+    ("norms", "matmul", "backends", "rope", "flops", "tiling", "residual", "lora"),
     ("context_parallel",),
     ("streaming", "loss"),
     ("gpt_model", "model"),

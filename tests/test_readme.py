@@ -57,7 +57,7 @@ WITH_COMMANDS = tuple(
     name
     for name in DOCUMENTS
     # test_guide.py runs them
-    if name not in ("docs/extend_llama_to_1m.md", "docs/fine_tune_on_chats.md")
+    if name not in ("docs/extend_llama_to_1m.md", "docs/fine_tune_on_chats.md", "docs/one_gpu.md")
 )
 
 

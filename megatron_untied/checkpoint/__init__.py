@@ -5,7 +5,12 @@ format (``model.<name>``, ``optimizer.exp_avg.<name>``, ``optimizer.exp_avg_sq.<
 of random states per rank, ``state.json``, ``run_config.json`` and ``checksums.txt``.
 """
 
-from megatron_untied.checkpoint.load import bytes_to_read, describe_loading, load_checkpoint
+from megatron_untied.checkpoint.load import (
+    bytes_to_read,
+    describe_loading,
+    load_checkpoint,
+    load_pretrained,
+)
 from megatron_untied.checkpoint.run_config import Provenance, Samples, read_model_config
 from megatron_untied.checkpoint.save import BackgroundSave, CheckpointSave, save_checkpoint
 from megatron_untied.checkpoint.start import Start, find_start
@@ -25,6 +30,7 @@ __all__ = [
     "describe_loading",
     "find_start",
     "load_checkpoint",
+    "load_pretrained",
     "read_model_config",
     "save_checkpoint",
 ]

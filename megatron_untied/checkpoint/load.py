@@ -1,7 +1,7 @@
 """Loads a checkpoint into the live objects of a run, after all checks have passed on all ranks."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -32,10 +32,10 @@ from megatron_untied.checkpoint.state import (
     Progress,
     RankLayout,
     StoredState,
-    tensor_names,
     tensors_of,
 )
 from megatron_untied.config.checkpoint import CheckpointConfig
+from megatron_untied.sharding.shards import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -80,22 +80,7 @@ def load_checkpoint(
             logger.warning(line)
     for note in start.notes:
         log_single_rank(logger, logging.WARNING, note)
-    tensors = {}
-    for shard in state.shards.shards(with_moments=with_optimizer):
-        layout = state.layouts[shard.name]
-        for name, tensor in tensors_of(shard):
-            if layout.has_padding:
-                tensor.zero_()  # padding is in no file
-            slices = layout.global_slices(tensor, shard.slices)  # views: DCP fills the live tensors
-            tensors[name] = GlobalTensor(layout.global_shape, slices)
-    try:
-        TensorReader(folder).read(tensors, advance)
-    except CheckpointException as error:  # on all ranks, for an error on any of them
-        failure, _ = next(iter(error.failures.values()))
-        if isinstance(failure, ChecksumError):
-            raise ValueError(str(failure)) from error
-        reason = f"{type(failure).__name__} where its tensors are read"
-        raise ValueError(damaged(folder, reason)) from error
+    _read(folder, state, state.stored_shards(with_moments=with_optimizer), advance)
     if with_optimizer:
         state.shards.set_step(stored.optimizer_step)
     # The shards are fp32 main weights; the model computes with parameters of its own dtype.
@@ -106,6 +91,30 @@ def load_checkpoint(
     if config.load_rng and not config.finetune:  # last: nothing after it draws random numbers
         _restore_random_state(folder, stored, state, seed)
     return start.progress
+
+
+def load_pretrained(
+    folder: Path, state: CheckpointState, *, advance: Callable[[int], None] = lambda num_bytes: None
+) -> None:
+    """Load the frozen weights of ``state``, which its own checkpoints leave out; collective.
+
+    Raises:
+        ValueError: on every rank: the checkpoint in ``folder`` is damaged or of another model.
+    """
+
+    def check() -> None:
+        before, here = model_config_of(folder), state.model_config
+        require_same_structure(folder, before, here)
+        expected = {f"model.{name}": state.layouts[name].global_shape for name in state.frozen}
+        TensorFiles.open(folder).require(expected, allow_more="optimizer.")
+        if changed := changed_settings(before, here):
+            warning = f"{folder} becomes another function of its input: {'; '.join(changed)}"
+            log_single_rank(logger, logging.WARNING, warning)
+
+    raise_on_all_ranks(check)
+    shards = (s for s in state.shards.shards(with_moments=False) if s.name in state.frozen)
+    _read(folder, state, shards, advance)
+    state.shards.sync_model_params()
 
 
 def describe_loading(config: CheckpointConfig, start: Start) -> str:
@@ -129,10 +138,35 @@ def bytes_to_read(config: CheckpointConfig, state: CheckpointState) -> int:
     """Bytes that this rank fills from a checkpoint, in its own dtypes; padding is in no file."""
     return sum(
         part.tensor.nbytes
-        for shard in state.shards.shards(with_moments=_with_optimizer(config, state))
+        for shard in state.stored_shards(with_moments=_with_optimizer(config, state))
         for _, tensor in tensors_of(shard)
         for part in state.layouts[shard.name].global_slices(tensor, shard.slices)
     )
+
+
+def _read(
+    folder: Path,
+    state: CheckpointState,
+    shards: Iterable[Shard],
+    advance: Callable[[int], None],
+) -> None:
+    """Fill the tensors of ``shards`` from a checkpoint that was checked; collective."""
+    tensors = {}
+    for shard in shards:
+        layout = state.layouts[shard.name]
+        for name, tensor in tensors_of(shard):
+            if layout.has_padding:
+                tensor.zero_()  # padding is in no file
+            slices = layout.global_slices(tensor, shard.slices)  # views: DCP fills the live tensors
+            tensors[name] = GlobalTensor(layout.global_shape, slices)
+    try:
+        TensorReader(folder).read(tensors, advance)
+    except CheckpointException as error:  # on all ranks, for an error on any of them
+        failure, _ = next(iter(error.failures.values()))
+        if isinstance(failure, ChecksumError):
+            raise ValueError(str(failure)) from error
+        reason = f"{type(failure).__name__} where its tensors are read"
+        raise ValueError(damaged(folder, reason)) from error
 
 
 def _with_optimizer(config: CheckpointConfig, state: CheckpointState) -> bool:
@@ -152,11 +186,7 @@ def _check(
     chosen = config.override_opt_param_scheduler or config.use_checkpoint_opt_param_scheduler
     if with_optimizer and state.scheduler is not None and not chosen:
         require_same_schedule(folder, stored.scheduler, state.scheduler)
-    expected = {
-        name: layout.global_shape
-        for layout in state.layouts.values()
-        for name in tensor_names(layout.name, with_moments=with_optimizer)
-    }
+    expected = state.stored_shapes(with_moments=with_optimizer)
     # Every rank reads the index and the sizes of all files: a node may have an incomplete copy.
     files = TensorFiles.open(folder)
     files.require(expected, allow_more=None if with_optimizer else "optimizer.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_untied.checkpoint.directory import find_checkpoint, read_json, write_json
-from megatron_untied.config import ModelConfig, RotaryConfig
+from megatron_untied.config import AdaptationConfig, ModelConfig, RotaryConfig
 from megatron_untied.config.problems import model_problems
 
 RUN_CONFIG = "run_config.json"
@@ -38,6 +38,8 @@ class Provenance:
     samples: Samples | None = None
     source_dtype: str | None = None
     """Dtype of the Hugging Face weights that training started from, such as ``bfloat16``."""
+    pretrained: str | None = None
+    """Run and iteration of the checkpoint with the weights that this one leaves out."""
 
 
 def write_run_config(
@@ -61,7 +63,7 @@ def read_model_config(directory: str | Path, iteration: int | None = None) -> Mo
     """
     folder = find_checkpoint(Path(directory), iteration)
     if folder is None:
-        raise ValueError(f"--use-checkpoint-args: {directory} has no checkpoint; check --load")
+        raise ValueError(f"--use-checkpoint-args: {directory} has no checkpoint; check the path")
     return model_config_of(folder)
 
 
@@ -107,6 +109,8 @@ def _from_json(config: type, values: dict[str, Any], path: Path) -> Any:
 
 def is_a(value: Any, kind: Any) -> bool:
     """Whether a JSON value can be in a field annotated with ``kind``."""
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(is_a(v, typing.get_args(kind)[0]) for v in value)
     if typing.get_origin(kind) is typing.Literal:
         return value in typing.get_args(kind)
     if typing.get_args(kind):
@@ -114,6 +118,13 @@ def is_a(value: Any, kind: Any) -> bool:
     if isinstance(value, bool) or kind is bool:  # Python's bool is an int
         return isinstance(value, bool) and kind is bool
     return isinstance(value, (int, float) if kind is float else kind)  # JSON writes 1.0 as 1.0 or 1
+
+
+def adaptation_of(folder: Path) -> AdaptationConfig:
+    """What was trained in the run that wrote a checkpoint."""
+    values = read_json(folder / RUN_CONFIG).get("adaptation", {})
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return _from_json(AdaptationConfig, values, folder / RUN_CONFIG)
 
 
 def read_provenance(folder: Path) -> Provenance:

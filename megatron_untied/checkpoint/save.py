@@ -220,7 +220,7 @@ def save_checkpoint(
 
 def _tensors(state: CheckpointState) -> dict[str, GlobalTensor]:
     tensors = {}
-    for shard in state.shards.shards(with_moments=state.shards.has_moments):
+    for shard in state.stored_shards(with_moments=state.shards.has_moments):
         layout = state.layouts[shard.name]
         for name, tensor in tensors_of(shard):
             slices = in_blocks(layout.global_slices(tensor, shard.slices))  # views: no copy

@@ -12,11 +12,14 @@ from megatron_untied.checkpoint.run_config import (
     RUN_CONFIG,
     Provenance,
     Samples,
+    adaptation_of,
     differences,
     read_provenance,
 )
 from megatron_untied.checkpoint.state import STATE, Progress, StoredState
+from megatron_untied.config import AdaptationConfig
 from megatron_untied.config.checkpoint import CheckpointConfig
+from megatron_untied.config.flag_names import flag_of
 from megatron_untied.config.problems import first_few
 
 
@@ -26,6 +29,8 @@ class Start:
 
     folder: Path | None = None
     """None for random weights."""
+    pretrained: Path | None = None
+    """The checkpoint with the frozen weights, if there is another one for them."""
     progress: Progress = Progress()
     """Progress of the run before its first step."""
     provenance: Provenance = Provenance()
@@ -41,7 +46,11 @@ class Start:
 
 
 def find_start(
-    config: CheckpointConfig, *, samples: Samples | None = None, skip_train: bool = False
+    config: CheckpointConfig,
+    *,
+    samples: Samples | None = None,
+    skip_train: bool = False,
+    adaptation: AdaptationConfig | None = None,
 ) -> Start:
     """The checkpoint and progress that the run of ``config`` starts from.
 
@@ -49,10 +58,12 @@ def find_start(
         config: what to load, and where to save.
         samples: the training samples of this run; None skips the comparison with the checkpoint's.
         skip_train: the run only evaluates.
+        adaptation: what this run trains; None skips the comparison with the checkpoint's.
 
     Raises:
-        ValueError: a required checkpoint is missing or damaged, was trained on other samples, or
-            ``save`` holds checkpoints of another run.
+        ValueError: a required checkpoint is missing or damaged, was trained on other samples, has
+            trained other parameters or adapters of another model, or ``save`` holds checkpoints of
+            another run.
     """
     # Resolved: the same folder may be given relative, or through a link.
     loads_own_folder = bool(
@@ -61,6 +72,8 @@ def find_start(
     folder = disk.find_checkpoint(Path(config.load), config.ckpt_step) if config.load else None
     if folder is not None:
         start = _start_from(folder, config, None if skip_train else samples, loads_own_folder)
+        if adaptation is not None:
+            _require_same_adaptation(folder, config, adaptation)
     else:
         # These flags make sense only for a checkpoint that exists; without them a run that saves
         # to the folder it loads from is at its own first start.
@@ -80,6 +93,8 @@ def find_start(
                 f"or leave {' and '.join(given)} out to start from random weights"
             )
         start = Start(provenance=Provenance(samples=samples))
+    if config.pretrained_checkpoint:
+        start = _with_pretrained(start, Path(config.pretrained_checkpoint))
     if config.save and not (skip_train or start.same_run or config.save_into_existing):
         _require_no_checkpoints(config, loads_own_folder)
     return start
@@ -109,6 +124,46 @@ def _start_from(
         same_run=same_run,
         notes=tuple(notes),
     )
+
+
+def _require_same_adaptation(
+    folder: Path, config: CheckpointConfig, adaptation: AdaptationConfig
+) -> None:
+    """Refuse a checkpoint whose tensors or moments are those of other parameters."""
+    stored, differing = adaptation_of(folder), []
+    for name in ("lora_rank", "lora_alpha", "lora_targets", "freeze"):
+        before, here = getattr(stored, name), getattr(adaptation, name)
+        # Its patterns decide which moments there are, nothing else.
+        if before != here and not (name == "freeze" and (config.finetune or not config.load_optim)):
+            differing.append(f"{flag_of(name)} {before}, here {here}")
+    if stored.lora_rank is None and adaptation.lora_rank is not None:
+        raise ValueError(
+            f"--load {folder} is of a whole model, and --lora-rank loads adapters; give it as "
+            "--pretrained-checkpoint"
+        )
+    if differing:
+        raise ValueError(
+            f"{folder} trained other parameters: {'; '.join(differing)}. Give the same; weights "
+            "with adapters merged are made by tools/convert_checkpoint.py, and --no-load-optim "
+            "starts the optimizer anew after another --freeze"
+        )
+
+
+def _with_pretrained(start: Start, directory: Path) -> Start:
+    """``start`` with the checkpoint of the frozen weights, which must be the one it began with."""
+    folder = disk.find_checkpoint(directory, None)
+    if folder is None:
+        raise ValueError(f"--pretrained-checkpoint {directory} has no checkpoint; check the path")
+    of_base = read_provenance(folder)
+    pretrained = of_base.run_id and f"{of_base.run_id}, {folder.name}"
+    before = start.provenance.pretrained
+    if before and pretrained and before != pretrained:
+        raise ValueError(
+            f"{start.folder} has adapters of another checkpoint ({before}) than "
+            f"--pretrained-checkpoint {folder} ({pretrained}); give that one"
+        )
+    provenance = replace(start.provenance, pretrained=pretrained, source_dtype=of_base.source_dtype)
+    return replace(start, pretrained=folder, provenance=provenance)
 
 
 def _compare_samples(

@@ -39,6 +39,27 @@ class CheckpointState:
     """This rank's part of the weights and moments."""
     scheduler: OptimizerParamScheduler | None = None
     groups: ProcessGroupCollection
+    frozen: frozenset[str] = frozenset()
+    """Parameters that are not trained: checkpoints have no moments of them."""
+    leaves_out_frozen: bool = False
+    """Whether checkpoints have no values of them either: they are in another checkpoint."""
+
+    def stored_shards(self, *, with_moments: bool) -> Iterator[Shard]:
+        """This rank's part of each parameter that is in a checkpoint of this state."""
+        for shard in self.shards.shards(with_moments=with_moments):
+            if not (self.leaves_out_frozen and shard.name in self.frozen):
+                yield shard
+
+    def stored_shapes(self, *, with_moments: bool) -> dict[str, tuple[int, ...]]:
+        """Global shapes of the tensors of such a checkpoint, on any rank, by name."""
+        shapes = {}
+        for name, layout in self.layouts.items():
+            is_frozen = name in self.frozen
+            if is_frozen and self.leaves_out_frozen:
+                continue
+            names = tensor_names(name, with_moments=with_moments and not is_frozen)
+            shapes |= dict.fromkeys(names, layout.global_shape)
+        return shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

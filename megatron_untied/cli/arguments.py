@@ -37,6 +37,7 @@ from megatron_untied.cli.flags import (
 from megatron_untied.cli.stages import in_stages, with_lengths
 from megatron_untied.cli.validate import validate
 from megatron_untied.config import (
+    AdaptationConfig,
     MemoryConfig,
     ModelConfig,
     ParallelConfig,
@@ -46,6 +47,7 @@ from megatron_untied.config import (
 from megatron_untied.config.checkpoint import CheckpointConfig
 from megatron_untied.config.data import DataConfig, check_split
 from megatron_untied.config.flag_names import flag_of, value_name
+from megatron_untied.config.parameters import LORA_TARGETS
 from megatron_untied.config.run import (
     BatchConfig,
     DistributedConfig,
@@ -83,6 +85,9 @@ REQUIRED_FLAGS = {
     "loss_on": "sft",
     "long_samples": "sft",
     "loss_weighting": "sft",
+    "lora_alpha": "lora_rank",
+    "lora_targets": "lora_rank",
+    "pretrained_checkpoint": "lora_rank",
     "attention_output_layers": "recompute_granularity",
     "recompute_method": "recompute_granularity",
     "recompute_num_layers": "recompute_granularity",
@@ -104,7 +109,6 @@ REQUIRED_FLAGS = {
     "ckpt_step": "load",
     "finetune": "load",
     "exit_on_missing_checkpoint": "load",
-    "use_checkpoint_args": "load",
     "override_opt_param_scheduler": "load",
     "use_checkpoint_opt_param_scheduler": "load",
     "reset_data_position": "load",
@@ -134,6 +138,8 @@ def parse_arguments(
     for name, other in REQUIRED_FLAGS.items():
         if name in given and other not in given:
             raise ValueError(f"{flag_of(name)} has no effect without {flag_of(other)}; give both")
+    if "use_checkpoint_args" in given and not given.keys() & {"load", "pretrained_checkpoint"}:
+        raise ValueError("--use-checkpoint-args has no effect without --load; give both")
     values = with_lengths(given, defaults() | given)
     # Before building any part, whose arithmetic needs these.
     _require(values, "seq_length", "micro_batch_size", "train_iters", "lr", "tokenizer_type")
@@ -172,6 +178,12 @@ def parse_arguments(
         logging=_logging(values),
         distributed=DistributedConfig(backend="gloo"),  # replaced below: it depends on the stages
         profiling=_take(ProfilingConfig, values, profile_ranks=tuple(values["profile_ranks"])),
+        adaptation=_take(
+            AdaptationConfig,
+            values,
+            freeze=tuple(values["freeze"]),
+            lora_targets=tuple(t for t in LORA_TARGETS if t in values["lora_targets"]),
+        ),
         attention_backend=values["attention_backend"],
         transformer_impl=values["transformer_impl"],
         seed=values["seed"],
@@ -265,12 +277,14 @@ class FlagParser(argparse.ArgumentParser):
 def _model(given: Values, values: Values, data: DataConfig) -> ModelConfig:
     if values["use_checkpoint_args"]:
         # Only flags that were given may change it, so `given` counts here, not `values`.
-        stored = read_model_config(values["load"], values["ckpt_step"])
+        folder = values["pretrained_checkpoint"] or values["load"]
+        step = None if values["pretrained_checkpoint"] else values["ckpt_step"]
+        stored = read_model_config(folder, step)
         rotary = rotary_config(given, stored.rotary)
         # --vocab-size is that of the tokenizer; the model may have more rows.
         others = {"rotary": rotary, "vocab_size": stored.vocab_size}
         model = replace(stored, **_shared(ModelConfig, given) | others)
-        require_same_structure(Path(values["load"]), stored, model, use_checkpoint_args=True)
+        require_same_structure(Path(folder), stored, model, use_checkpoint_args=True)
         stored_rows = stored.vocab_size
     else:
         _require(values, "num_layers", "hidden_size", "num_attention_heads")

@@ -29,6 +29,7 @@ from megatron_untied.config.data import (
     LossOn,
     LossWeighting,
 )
+from megatron_untied.config.parameters import LORA_TARGETS
 from megatron_untied.config.run import ATTENTION_BACKENDS, TransformerImpl
 from megatron_untied.presets import preset_names
 
@@ -338,6 +339,36 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "average the loss over tokens; always on, accepted for compatibility",
         ),
         flag("--seed", index, 1234, help="of weights and of the order of samples"),
+    ),
+    "frozen parameters and adapters": (
+        flag(
+            "--freeze",
+            nargs="+",
+            default=(),
+            metavar="PATTERN",
+            help="do not train parameters whose names match, such as 'decoder.layers.[0-7].*'",
+        ),
+        flag("--lora-rank", count, metavar="R", help="train low-rank adapters (LoRA) alone"),
+        flag("--lora-alpha", real(1e-3, 1e6), 32.0, help="adapters are scaled by alpha / rank"),
+        flag(
+            "--lora-targets",
+            nargs="+",
+            default=LORA_TARGETS,
+            choices=LORA_TARGETS,
+            help="matrices that get an adapter, by their Hugging Face names",
+        ),
+        flag(
+            "--lora-dropout",
+            real(0.0, 1.0),
+            0.0,
+            choices=[0.0],
+            help="not implemented, must be 0",
+        ),
+        flag(
+            "--pretrained-checkpoint",
+            metavar="DIR",
+            help="checkpoints with the weights that adapters are for; --save has the adapters",
+        ),
     ),
     "data": (
         flag("--tokenizer-type", choices=TOKENIZER_TYPES),

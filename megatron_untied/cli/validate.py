@@ -4,14 +4,17 @@ Every rank checks the same values before any collective, so all ranks fail alike
 flag and its value, the constraint, and a valid value.
 """
 
+import difflib
 import functools
 import math
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from megatron_untied.cli.stages import stage_problems
-from megatron_untied.config import ParallelConfig, RotaryConfig
+from megatron_untied.config import AdaptationConfig, ModelConfig, ParallelConfig, RotaryConfig
 from megatron_untied.config.checkpoint import CheckpointConfig
 from megatron_untied.config.data import parse_blend
+from megatron_untied.config.parameters import LORA_TARGETS, TRAIN_ALL, parameters
 from megatron_untied.config.problems import model_problems
 from megatron_untied.config.run import RunConfig, ScheduleConfig
 from megatron_untied.context_parallel.sequence import SequenceLayout
@@ -36,6 +39,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
         return  # sizes of 0 would divide below
     yield from _yarn(config.model.rotary)
     yield from _memory(config)
+    yield from _adaptation(config)
     yield from _tensor_parallel(config)
     wrong_sizes = list(_hierarchical_sizes(config.parallel))
     yield from wrong_sizes
@@ -115,6 +119,63 @@ def _memory(config: RunConfig) -> Iterator[str]:
         yield (
             f"--recompute-num-layers {group} is more than "
             f"--num-layers {layers}; use {layers} to keep the input of the first layer only"
+        )
+
+
+def _adaptation(config: RunConfig) -> Iterator[str]:
+    adaptation, model, checkpoint = config.adaptation, config.model, config.checkpoint
+    given = "--freeze" if adaptation.freeze else "--lora-rank"
+    if adaptation == TRAIN_ALL:
+        return
+    if config.memory.recompute_granularity is None:
+        yield f"{given} needs streamed layers; give --recompute-granularity selective"
+    if config.transformer_impl != "local":
+        yield (
+            f"{given} works in megatron-core's own linear layers; leave out --transformer-impl "
+            f"{config.transformer_impl}"
+        )
+    if adaptation.lora_rank is not None:
+        yield from _lora(adaptation, model, checkpoint)
+        return
+    names = list(parameters(model))
+    for pattern in adaptation.freeze:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            yield (
+                f"--freeze {pattern} matches no parameter; names are those of checkpoints, such as "
+                f"{', '.join(near or names[:3])}"
+            )
+    found = parameters(model, 1, adaptation)
+    if not any(its.is_trained for its in found.values()):
+        yield f"--freeze {' '.join(adaptation.freeze)} leaves nothing to train; freeze less"
+    # Megatron-core's frozen linear layer gives its bias no gradient.
+    for name, its in found.items():
+        bias = name.removesuffix("weight") + "bias"
+        if "linear_qkv" in name and not its.is_trained and bias in found and found[bias].is_trained:
+            yield (
+                f"--freeze leaves {bias} trained without its weight, which is not implemented; "
+                "freeze '*.linear_qkv.*'"
+            )
+            return
+
+
+def _lora(
+    adaptation: AdaptationConfig, model: ModelConfig, checkpoint: CheckpointConfig
+) -> Iterator[str]:
+    if adaptation.freeze:
+        yield "--freeze has no effect with --lora-rank, which trains adapters alone; leave it out"
+    if "gate_proj" in adaptation.lora_targets and not model.swiglu:
+        if adaptation.lora_targets != LORA_TARGETS:  # the default means: those that there are
+            yield "--lora-targets gate_proj is the gate of --swiglu; leave it out"
+    if checkpoint.save and not checkpoint.pretrained_checkpoint:
+        yield (
+            "--save writes the adapters of --lora-rank without the weights that they are for; give "
+            "--pretrained-checkpoint, the folder of the weights"
+        )
+    if checkpoint.finetune:
+        yield (
+            "--finetune --load takes whole models, and --lora-rank trains adapters of one; give "
+            "--pretrained-checkpoint instead of --load, and leave out --finetune"
         )
 
 

@@ -7,5 +7,13 @@ from megatron_untied.config.model import (
     Precision,
     RotaryConfig,
 )
+from megatron_untied.config.parameters import AdaptationConfig
 
-__all__ = ["MemoryConfig", "ModelConfig", "ParallelConfig", "Precision", "RotaryConfig"]
+__all__ = [
+    "AdaptationConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "Precision",
+    "RotaryConfig",
+]

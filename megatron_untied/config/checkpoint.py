@@ -23,6 +23,8 @@ class CheckpointConfig:
     """Keep so many of the last checkpoints of this run, and those that ``save_retain_interval``
     retains; None is 1 with that flag, and otherwise all."""
     load: str | None = None  # such a folder too
+    pretrained_checkpoint: str | None = None
+    """Such a folder with the frozen weights, which this run's checkpoints leave out."""
     ckpt_step: int | None = None
     """Iteration to load; None is the one named by ``latest_checkpointed_iteration.txt``."""
     finetune: bool = False
@@ -38,7 +40,8 @@ class CheckpointConfig:
     load_rng: bool = True
     """Load random states, if the parallel sizes are the same."""
     use_checkpoint_args: bool = False
-    """The architecture is that in ``load``, apart from flags that may change it."""
+    """The architecture is that in ``load``, or ``pretrained_checkpoint`` if given, apart from flags
+    that may change it."""
     exit_on_missing_checkpoint: bool = False
     """Stop when ``load`` is ``save`` and holds no checkpoint, instead of starting from random
     weights."""

@@ -17,6 +17,7 @@ from megatron_untied.config import (
 )
 from megatron_untied.config.checkpoint import CheckpointConfig
 from megatron_untied.config.data import DataConfig
+from megatron_untied.config.parameters import TRAIN_ALL, AdaptationConfig
 
 AttentionBackend = Literal[
     "auto",
@@ -209,6 +210,7 @@ class RunConfig:
     logging: LoggingConfig
     distributed: DistributedConfig
     profiling: ProfilingConfig = ProfilingConfig()
+    adaptation: AdaptationConfig = TRAIN_ALL
     attention_backend: AttentionBackend = "auto"
     """Attention kernels to choose from."""
     transformer_impl: TransformerImpl = "local"

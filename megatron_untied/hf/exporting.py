@@ -16,6 +16,7 @@ from megatron_untied.checkpoint.global_tensor import GlobalTensor, TensorReader,
 from megatron_untied.checkpoint.run_config import model_config_of, read_provenance
 from megatron_untied.checkpoint.state import StoredState
 from megatron_untied.config import ModelConfig
+from megatron_untied.hf.adapters import Adapters
 from megatron_untied.hf.config import model_config_to_hf
 from megatron_untied.hf.folder import (
     CONFIG,
@@ -46,10 +47,16 @@ class Export:
     """Folder with the tokenizer, if known."""
     config: dict[str, object]
     """The folder's ``config.json``."""
+    adapters: Adapters | None = None
+    """Merged into the weights, if the checkpoint has adapters."""
 
     @classmethod
     def open(
-        cls, load: Path, iteration: int | None = None, dtype: torch.dtype | None = None
+        cls,
+        load: Path,
+        iteration: int | None = None,
+        dtype: torch.dtype | None = None,
+        pretrained: Path | None = None,
     ) -> "Export":
         """Read everything but the weights.
 
@@ -58,6 +65,7 @@ class Export:
             iteration: which of them; None is the latest.
             dtype: of the folder; None is the dtype of the Hugging Face weights that training
                 started from, or else the checkpoint's.
+            pretrained: folder of the weights that adapters belong to, if it has moved.
 
         Raises:
             ValueError: there is no complete checkpoint, or no Hugging Face family can express it.
@@ -68,10 +76,15 @@ class Export:
         model = model_config_of(checkpoint)
         layouts = hf_layouts(model)
         expected = {f"model.{layout.name}": layout.global_shape for layout in layouts.values()}
-        small_files = tokenizer_folder(load, checkpoint)
+        adapters, weights = Adapters.open(checkpoint), checkpoint
+        if adapters is not None:
+            weights = adapters.pretrained(pretrained)
+        elif pretrained is not None:
+            raise ValueError(f"{checkpoint} has no adapters; leave out --pretrained-checkpoint")
+        small_files = tokenizer_folder(load if adapters is None else weights.parent, checkpoint)
         like = read_config(small_files) if small_files and (small_files / CONFIG).exists() else {}
-        TensorFiles.open(checkpoint).require(expected, allow_more="optimizer.")
-        reader = TensorReader(checkpoint)
+        TensorFiles.open(weights).require(expected, allow_more="optimizer.")
+        reader = TensorReader(weights)
         source = read_provenance(checkpoint).source_dtype
         if dtype is None and source and StoredState.read(checkpoint).optimizer_step is not None:
             # Trained since the import: the checkpoint is fp32, twice the size of what came in.
@@ -90,6 +103,7 @@ class Export:
             specs=specs,
             small_files=small_files,
             config=model_config_to_hf(model, most_common, like),
+            adapters=adapters,
         )
 
     @property
@@ -132,11 +146,15 @@ class Export:
 
     def _read(self, name: str, advance: Advance) -> Iterator[Tensor]:
         layout, dtype = self.layouts[name], self.specs[name].dtype
+        # Merged in fp32 and rounded once.
+        read_dtype = dtype if self.adapters is None else torch.float32
         # One block in memory at a time; the reader keeps the index between its calls.
         for tensor_slice in row_blocks(layout.whole):
-            block = torch.empty(tensor_slice.sizes, dtype=dtype)  # [rows of the block, ...]
+            block = torch.empty(tensor_slice.sizes, dtype=read_dtype)  # [rows of the block, ...]
             # Views of the block: reading fills it, rounding to its dtype.
             slices = layout.global_slices(block, [tensor_slice])
             self.reader.read({f"model.{layout.name}": GlobalTensor(layout.global_shape, slices)})
+            if self.adapters is not None:
+                self.adapters.merge_(name, block, tensor_slice.offsets[0])
             yield finite(block, dtype, name)
-            advance(block.nbytes)
+            advance(block.numel() * dtype.itemsize)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_untied.config import ModelConfig
+from megatron_untied.config.parameters import qkv_rows
 from megatron_untied.config.problems import first_few
 from megatron_untied.sharding.parameter_layout import ParameterLayout, SliceMapping
 from megatron_untied.sharding.tensor_slice import TensorSlice
@@ -70,27 +71,15 @@ def tensor_mappings(model: ModelConfig) -> Iterator[TensorMapping]:
         yield _whole(OUTPUT, "output_layer.weight", v, m)
 
 
-def qkv_rows(model: ModelConfig) -> tuple[tuple[range, ...], ...]:
-    """Rows of megatron-core's linear_qkv that are q, k and v: per group its q heads, k, v."""
-    d, g = model.kv_channels, model.num_query_groups
-    queries = model.num_attention_heads // g * d
-    starts = range(0, g * (queries + 2 * d), queries + 2 * d)  # of the groups
-    return (
-        tuple(range(start, start + queries) for start in starts),
-        tuple(range(start + queries, start + queries + d) for start in starts),
-        tuple(range(start + queries + d, start + queries + 2 * d) for start in starts),
-    )
-
-
 def _attention(model: ModelConfig, theirs: str, ours: str) -> Iterator[TensorMapping]:
     m, d, bias = model.hidden_size, model.kv_channels, model.add_bias_linear
-    rows = qkv_rows(model)
-    num_rows = sum(len(run) for runs in rows for run in runs)
+    rows = qkv_rows(model.num_attention_heads, model.num_query_groups, d)
+    num_rows = sum(len(run) for runs in rows.values() for run in runs)
     # Theirs are three tensors of whole heads; ours interleaves them by group, so that a
     # tensor-parallel rank holds whole groups in one piece.
-    for part, runs in zip("qkv", rows, strict=True):
-        name, qkv = f"{theirs}{part}_proj", f"{ours}linear_qkv"
-        yield from _linear(name, qkv, num_rows, runs, m, bias or model.add_qkv_bias)
+    for name, runs in rows.items():
+        qkv = f"{ours}linear_qkv"
+        yield from _linear(f"{theirs}{name}", qkv, num_rows, runs, m, bias or model.add_qkv_bias)
     if model.qk_layernorm:
         for part in "qk":
             yield _whole(f"{theirs}{part}_norm.weight", f"{ours}{part}_layernorm.weight", d)

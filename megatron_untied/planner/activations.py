@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_untied.config.parameters import first_layer_with_backward
 from megatron_untied.context_parallel.buffer_plan import (
     BackwardBuffers,
     Buffer,
@@ -45,7 +46,8 @@ _taken: dict[tuple, dict] = {}
 
 def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
     """The plan of a Ulysses rank's streamed layers; ``host_bytes()`` is its host arena."""
-    memory = geometry.config.memory
+    memory, config = geometry.config.memory, geometry.config
+    first = first_layer_with_backward(config.model, config.adaptation)
     own_rows = geometry.residual_tokens // geometry.b
     sizes = LayerSizes(
         attention=attention_sizes(geometry, rank),
@@ -57,7 +59,7 @@ def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
     known = (id(geometry.schedule), rank, geometry.n, geometry.b, geometry.d, geometry.num_ring)
     known += (sizes.attention.dtype, *sizes.residual, sizes.tile_size, sizes.tile_rows)
     taken = _taken.setdefault((*known, sizes.loss_tokens), {})
-    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers), taken)
+    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers, first), taken)
 
 
 def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ...]]:

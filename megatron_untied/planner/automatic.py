@@ -90,8 +90,9 @@ def ranked(
     def push(bound: Plan, step: int, way: Plan, best: Plan) -> None:
         heapq.heappush(queue, (seconds_of(bound), next(order), step, way, best))
 
-    for way in ways_to_save(Plan(config, machine, every_layer=False)):
-        fastest = min(_sized(way), key=lambda each: seconds_of(_placed(each)))
+    start = Plan(_with_sizes(config), machine, every_layer=False)
+    for way in ways_to_save(start):
+        fastest = min((each for _, each in _sizes(way)), key=lambda x: seconds_of(_placed(x)))
         push(_placed(fastest), 0, way, fastest)
     while queue and queue[0][0] < below:
         _, _, step, way, best = heapq.heappop(queue)
@@ -102,7 +103,7 @@ def ranked(
             else:
                 push(_with_room_for_outputs(way, best), 1, way, best)
         elif step == 1:
-            placed = _with_most_kept(_sizes(way)[-1][1])
+            placed = _with_most_kept(_with_least_sizes(way))
             if placed is not None:
                 push(_placed(best, placed.config.memory.attention_output_layers), 2, way, placed)
         elif step == 2:
@@ -118,7 +119,7 @@ def ranked(
 def _with_room_for_outputs(way: Plan, fastest: Plan) -> Plan:
     """``fastest`` with no fewer outputs kept than the memory could hold that nothing else needs."""
     layers, machine = way.config.model.num_layers, way.machine
-    least = _placed(_sizes(way)[-1][1], 0, layers)
+    least = _placed(_with_least_sizes(way), 0, layers)
     room = machine.host_bytes - least.host.total()
     room += max(0, machine.device_bytes - peak_bytes(least))
     # A group that is recomputed holds its outputs too, in memory that kept ones have left by then.
@@ -129,7 +130,13 @@ def _with_room_for_outputs(way: Plan, fastest: Plan) -> Plan:
 
 def fits_somehow(plan: Plan) -> bool:
     """Whether ``plan``, whose configuration may have "auto", fits with any values in its place."""
-    return any(_fits_with_least(way) for way in ways_to_save(plan))
+    start = replace(plan, config=_with_sizes(plan.config))
+    return any(_fits_with_least(way) for way in ways_to_save(start))
+
+
+def _with_sizes(config: RunConfig) -> RunConfig:
+    """As a run takes it: sizes stay open only where the planner chooses anything else."""
+    return config if is_automatic(config) else by_sizes(config)
 
 
 def ways_to_save(plan: Plan) -> list[Plan]:
@@ -195,16 +202,15 @@ Places = tuple[int, ...]
 """How many steps each size is below its largest value."""
 
 
-def _sizes(plan: Plan) -> list[tuple[Places, Plan]]:
-    """``plan`` with every value of the sizes that are open; the last takes least of the device."""
+def _size_values(plan: Plan) -> tuple[list, list, list]:
+    """Chunks of heads, overlap, and pairs of tile and loss chunk, each in falling order."""
     config, sized = plan.config, by_sizes(plan.config)
     parallel, memory = config.parallel, config.memory
     chunks, overlaps = [parallel.heads_per_chunk], [sized.parallel.cp_overlap]
     if chunks == ["auto"]:
         legal = legal_chunks(config)
-        # Of chunks that are equally many the smallest.
-        per_rank = sorted({-(-len(legal) // count) for count in range(1, len(legal) + 1)})
-        chunks = [legal[number - 1] for number in reversed(per_rank)]
+        halves = {-(-len(legal) >> power) for power in range(len(legal).bit_length())}
+        chunks = [legal[per_rank - 1] for per_rank in sorted(halves | {1}, reverse=True)]
     if parallel.cp_overlap == "auto" and parallel.num_ulysses_and_ring[0] > 1:
         overlaps = [True, False]
     tile_size, loss_chunk = sized.memory.sequence_tile_size, sized.memory.loss_chunk_size
@@ -215,22 +221,26 @@ def _sizes(plan: Plan) -> list[tuple[Places, Plan]]:
         )
         for part in (1, 2, 4)
     ]
-    tiles = list(dict.fromkeys(tiles))
-    options = []
-    for places in itertools.product(*(range(len(x)) for x in (chunks, overlaps, tiles))):
-        chunk, overlap, (tile_size, loss_chunk) = (
-            values[place] for values, place in zip((chunks, overlaps, tiles), places, strict=True)
-        )
-        option = plan.with_settings("parallel", heads_per_chunk=chunk, cp_overlap=overlap)
-        option = option.with_settings(
-            "memory", sequence_tile_size=tile_size, loss_chunk_size=loss_chunk
-        )
-        options.append((places, option))
-    return options
+    return chunks, overlaps, list(dict.fromkeys(tiles))
 
 
-def _sized(plan: Plan) -> list[Plan]:
-    return [option for _, option in _sizes(plan)]
+def _sizes(plan: Plan) -> list[tuple[Places, Plan]]:
+    """``plan`` with every value of the sizes that are open; the last takes least of the device."""
+    values = _size_values(plan)
+    every = itertools.product(*(range(len(each)) for each in values))
+    return [(places, _with_sizes_at(plan, values, places)) for places in every]
+
+
+def _with_sizes_at(plan: Plan, values: tuple[list, list, list], places: Places) -> Plan:
+    chunk, overlap, (tile_size, loss_chunk) = map(list.__getitem__, values, places)
+    config = plan.config
+    parallel = replace(config.parallel, heads_per_chunk=chunk, cp_overlap=overlap)
+    memory = replace(config.memory, sequence_tile_size=tile_size, loss_chunk_size=loss_chunk)
+    return replace(plan, config=replace(config, parallel=parallel, memory=memory))
+
+
+def _with_least_sizes(plan: Plan) -> Plan:
+    return _with_sizes_at(plan, _size_values(plan), (-1, -1, -1))
 
 
 def _placed(plan: Plan, kept: int | None = None, on_host: int = 0) -> Plan:
@@ -246,7 +256,7 @@ def _placed(plan: Plan, kept: int | None = None, on_host: int = 0) -> Plan:
 
 def _fits_with_least(way: Plan) -> bool:
     """Whether ``way`` fits with the smallest sizes, and no outputs kept or all."""
-    least = _sizes(way)[-1][1]
+    least = _with_least_sizes(way)
     # An output that is recomputed may take more of the device than one that is kept on the host.
     kinds = (0, None) if way.config.memory.park_during_attention else (0,)
     return any(with_fewest_on_host(_kept(least, x), any_number=True) is not None for x in kinds)
@@ -330,7 +340,7 @@ def nearest(config: RunConfig, machine: Machine) -> Plan:
     """Of plans that do not fit, the one that lacks the fewest bytes of GPU and host together."""
     layers, plans = config.model.num_layers, []
     for way in ways_to_save(Plan(config, machine)):
-        least = _sizes(way)[-1][1]
+        least = _with_least_sizes(way)
         plans += [_placed(least, *each) for each in itertools.product((0, None), (0, layers))]
 
     def lacking(plan: Plan) -> float:

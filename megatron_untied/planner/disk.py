@@ -53,7 +53,12 @@ class Disk:
             + len(saved[-newest:])
             for newest in ((recent or 1), (recent or 1) + 1)
         )
-        num_bytes = _PARAMETER_BYTES * num_parameters(config.model) + _RANK_BYTES * world_size
+        model, adaptation = config.model, config.adaptation
+        trained = num_parameters(model, adaptation, trained=True)
+        num_bytes = _PARAMETER_BYTES * trained + _RANK_BYTES * world_size
+        if adaptation.lora_rank is None:  # checkpoints of adapters leave the rest out
+            frozen = num_parameters(model, adaptation) - trained
+            num_bytes += config.precision.params_dtype.itemsize * frozen
         return cls(
             save=checkpoint.save,
             train_iters=loop.train_iters,

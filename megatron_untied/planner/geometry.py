@@ -112,8 +112,6 @@ class Geometry:
     """The attention kernel, which allocates and does not compute."""
     is_streamed: bool
     """Whether layers recompute; otherwise they keep all that autograd saves."""
-    recomputed: float
-    """Share of the layers that run attention once more for their backward."""
     tokens: int
     """n x b."""
     residual_tokens: int
@@ -130,6 +128,12 @@ class Geometry:
     lse_bytes: int
     """The log-sum-exps of one layer, fp32."""
 
+    @property
+    def recomputed(self) -> float:
+        """Share of the layers that run attention once more for their backward."""
+        first_kept = self.config.memory.first_kept_output(self.num_layers)
+        return first_kept / self.num_layers if self.is_streamed else 0.0
+
     @classmethod
     def of(cls, config: RunConfig, machine: Machine) -> "Geometry":
         """The sizes of each rank of ``machine``, which share the run ``config``.
@@ -140,7 +144,7 @@ class Geometry:
         """
         config, world_size = by_sizes(config), machine.world_size
         model, memory = config.model, config.memory
-        parallel, batch, num_layers = config.parallel, config.batch, model.num_layers
+        parallel, batch = config.parallel, config.batch
         num_tensor = parallel.tensor_model_parallel_size
         num_context = parallel.context_parallel_size
         num_ulysses, num_ring = parallel.num_ulysses_and_ring
@@ -153,8 +157,7 @@ class Geometry:
         tile_rows = min(max(1, memory.sequence_tile_size // num_token_parts), own_rows)
         tile_tokens = tile_rows * num_token_parts * b
         itemsize = config.precision.params_dtype.itemsize
-        is_streamed = memory.recompute_granularity is not None
-        schedule, heads_of_calls = _cached_schedule(
+        schedule, calls = _cached_schedule(
             h,
             g,
             num_ulysses,
@@ -163,10 +166,7 @@ class Geometry:
             overlap=parallel.cp_overlap and num_ulysses > 1,
         )
         rows, d = n * num_ulysses, model.kv_channels
-        shapes = [
-            Shape(num_queries=rows, num_keys=rows, b=b, h=h_call, g=g_call, d=d)
-            for h_call, g_call in heads_of_calls
-        ]
+        shapes = [Shape(num_queries=rows, num_keys=rows, b=b, h=x, g=y, d=d) for x, y in calls]
         chunk = memory.loss_chunk_size or own_rows * b * num_token_parts
         return cls(
             config=config,
@@ -178,7 +178,7 @@ class Geometry:
             num_sharding=num_sharding,
             num_token_parts=num_token_parts,
             num_micro_batches=batch.num_micro_batches(num_sharding // num_context),
-            num_layers=num_layers,
+            num_layers=model.num_layers,
             n=n,
             b=b,
             m=model.hidden_size,
@@ -190,8 +190,7 @@ class Geometry:
             itemsize=itemsize,
             schedule=schedule,
             kernel=planned_kernel(config, machine.gpu, shapes, machine.kernels),
-            is_streamed=is_streamed,
-            recomputed=memory.first_kept_output(num_layers) / num_layers if is_streamed else 0.0,
+            is_streamed=memory.recompute_granularity is not None,
             tokens=n * b,
             residual_tokens=own_rows * b,
             tile_tokens=tile_tokens,

@@ -148,9 +148,10 @@ def longest(plan: Plan, *, with_host: bool) -> int:
 
 def length_step(plan: Plan) -> int:
     """1024 tokens, and a multiple of what context and sequence parallelism divide by."""
-    geometry = plan.geometry
-    blocks = 2 if geometry.num_ring > 1 else 1  # a causal ring gives each rank two blocks
-    return 1024 * geometry.num_context * geometry.num_token_parts * blocks
+    parallel = plan.config.parallel
+    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    blocks = 2 if parallel.num_ulysses_and_ring[1] > 1 else 1  # a causal ring: two for each rank
+    return 1024 * parallel.context_parallel_size * parts * blocks
 
 
 def distinct_ranks(geometry: Geometry) -> Iterator[int]:

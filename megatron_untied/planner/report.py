@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_untied.config.parameters import TRAIN_ALL
 from megatron_untied.phases import MemoryCategory
 from megatron_untied.planner.disk import Disk
 from megatron_untied.planner.geometry import Bytes
@@ -64,10 +65,12 @@ def headline(plan: Plan) -> str:
     """The model, the ranks and the sequence in one line."""
     config, geometry, machine = plan.config, plan.geometry, plan.machine
     data_parallel = geometry.num_sharding // geometry.num_context
+    num_trained = num_parameters(config.model, config.adaptation, trained=True)
+    trained = "" if config.adaptation == TRAIN_ALL else f" ({num_trained:,} trained)"
     precision = "bf16" if config.precision.bf16 else "fp32 (--bf16 halves activations)"
     return (
-        f"{num_parameters(config.model):,} parameters in {precision} on "
-        f"{machine.nodes} x {machine.gpus_per_node} {machine.gpu.title}: tensor "
+        f"{num_parameters(config.model, config.adaptation):,} parameters{trained} in {precision} "
+        f"on {machine.nodes} x {machine.gpus_per_node} {machine.gpu.title}: tensor "
         f"{geometry.num_tensor} x context {geometry.num_context} x data {data_parallel}; "
         f"{config.batch.seq_length:,} tokens, H = {geometry.residual_bytes / GIB:.3f} GiB, "
         f"attention by {geometry.kernel.kind.name}"
@@ -93,7 +96,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "fits_device": plan.fits_device,
         "fits_host": plan.fits_host,
-        "parameters": num_parameters(plan.config.model),
+        "parameters": num_parameters(plan.config.model, plan.config.adaptation),
         "seq_length": plan.config.batch.seq_length,
         "heads_per_chunk": plan.config.parallel.heads_per_chunk,
         "attention_kernel": plan.geometry.kernel.kind.name,

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from typing_extensions import override
 
+from megatron_untied.config.parameters import first_layer_with_backward
 from megatron_untied.context_parallel.buffer_plan import Buffer
 from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.activations import (
@@ -120,7 +121,7 @@ class Step(ABC):
         before_loss = self.in_forward + self.kept
         at_loss = before_loss + weights.gathered(Stage.BEFORE_LOSS)
         yield _snapshot(Phase.FORWARD, at_loss, residual)
-        in_loss = before_loss + weights.gathered(Stage.LOSS) + loss_bytes(self.geometry)
+        in_loss = before_loss + weights.gathered(Stage.LOSS) + loss_bytes(self.geometry, units)
         yield _snapshot(Phase.LOSS, in_loss, self.residual_in_loss)
 
         # The reduction of the output matrix' gradient starts while the last layer arrives.
@@ -173,6 +174,9 @@ class Step(ABC):
         layers |= {at // size * size + size - 1 for at in (0, on_host, first_kept)}
         layers |= {at // size * size - 1 for at in (on_host, first_kept)}
         layers |= {num_layers - 2, num_layers - 1}
+        config = self.geometry.config
+        first = first_layer_with_backward(config.model, config.adaptation)
+        layers |= {first, first + 1, first + size - 1}
         return sorted(i for i in layers if 0 <= i < num_layers)
 
     def in_backward(self, num_layers_done: int) -> Bytes:
@@ -196,7 +200,8 @@ class Step(ABC):
     def _reduced_before(self, layer: int) -> Unit:
         """The unit whose gradients are being reduced when the backward of ``layer`` begins."""
         units = self.weights.units
-        return units.output if layer + 1 == self.geometry.num_layers else units.layer
+        is_last = layer + 1 == self.geometry.num_layers
+        return units.output if is_last else units.layers[layer + 1].whole
 
 
 class StreamedStep(Step):
@@ -237,12 +242,14 @@ class StreamedStep(Step):
     @override
     def layer_backward(self, layer: int) -> Iterator[_LayerPeak]:
         geo, policy, workspace = self.geometry, self.activations.policy, self.activations.workspace
+        if not policy.layers[layer].has_backward:
+            return
         alive = self.around_layer_backward(layer) + self.activations.kept_backward(layer)
         if layer == policy.layers[layer].group[-1]:
             yield from self._recompute_group(layer, alive)
 
         # Gradients of weights are summed over tiles in fp32, those of a first tile are not yet.
-        units = self.weights.units
+        units = self.weights.units.layers[layer]
         mlp_gradients, qkv_gradients = map(full_gradients, (units.output_and_mlp, units.qkv))
         has_sums = geo.num_tiles > 1
         in_mlp = (*self.residual, *workspace(Phase.MLP_BACKWARD, layer))
@@ -272,8 +279,9 @@ class StreamedStep(Step):
         # Afterwards the reduction of the layer's gradients starts, while the next one arrives.
         after = self.in_backward(geo.num_layers - layer)
         after += self.weights.gathered(Stage.AFTER_LAYER_BACKWARD, layer)
-        after += self.weights.reducing(units.layer) + full_gradients(units.layer)
-        after += self.activations.kept_backward(layer - 1) if layer else Bytes()
+        after += self.weights.reducing(units.whole) + full_gradients(units.whole)
+        if layer and policy.layers[layer - 1].has_backward:
+            after += self.activations.kept_backward(layer - 1)
         yield Phase.BACKWARD, after, self.residual
 
     def _recompute_group(self, layer: int, alive: Bytes) -> Iterator[_LayerPeak]:

@@ -4,11 +4,12 @@ Counted from megatron-core's MLP and linear layers and from what autograd saves 
 is a sum of tensors that are alive at the same moment, and the largest such sum counts.
 """
 
+import math
 from dataclasses import dataclass
 
 from megatron_untied.phases import MemoryCategory
 from megatron_untied.planner.geometry import Bytes, Geometry
-from megatron_untied.planner.weights import ParameterUnits
+from megatron_untied.planner.weights import ParameterUnits, full_gradients
 
 _ROTATED_AT_ONCE = 1 << 23
 """Elements that a rotation has in fp32 at a time; see ``rope.py``."""
@@ -52,19 +53,25 @@ class Tiles:
         # MLP forward: the peak is where the gate and what it multiplies are there.
         mlp_forward = attended + 2 * own + (5 if model.swiglu else 2) * inner
 
-        # A tile's last product is left out in backward, by megatron-core's own linear layers only.
-        leaves_out = geo.config.transformer_impl == "local"
+        # A tile's last product is left out in backward, by megatron-core's own linear layers only,
+        # and not where adapters add to it.
+        is_local, targets = geo.config.transformer_impl == "local", geo.config.adaptation.targets
         # MLP backward: attention's output and y are alive all along, and from the second tile on
         # the gradients of the tile before.
         outside = attended + own + (own + attended if geo.num_tiles > 1 else 0)
-        outside += 0 if leaves_out else own
-        matrix = geo.m * geo.f
-        gate_gradients = (7 if model.swiglu else 3) * inner + own + matrix
+        outside += 0 if is_local and not targets("down_proj") else own
+        # Of weights: those of the layer that trains the most.
+        after_attention = [layer.output_and_mlp for layer in units.layers]
+        trained = {shape for unit in after_attention for shape in unit.trained}
+        up, down = ((2 if model.swiglu else 1) * geo.f, geo.m), (geo.m, geo.f)
+        up_matrix, down_matrix = (math.prod(shape) * (shape in trained) for shape in (up, down))
+        gate_gradients = (7 if model.swiglu else 3) * inner + own + down_matrix
         up_gradients = (2 if model.swiglu else 1) * inner + own + hidden
-        up_gradients += (3 if model.swiglu else 2) * matrix
+        up_gradients += up_matrix + down_matrix
         mlp_backward = outside + max(gate_gradients, up_gradients)
         # A tile's weight gradients, in the model's dtype until they join the fp32 sums.
-        mlp_backward_end = outside + attended + units.output_and_mlp.numel
+        mlp_backward_end = outside + attended
+        mlp_backward_end += max(unit.trained_numel for unit in after_attention)
 
         # QKV backward: the gradients of q, k, v beside all that these are made from.
         qkv, kv = (geo.tile_tokens * heads * geo.d for heads in (geo.h + 2 * geo.g, 2 * geo.g))
@@ -73,9 +80,11 @@ class Tiles:
         converted = kv if geo.schedule.shares_kv_heads and geo.itemsize < 4 else 0
         last_tile = own if geo.num_tiles > 1 else 0
         qkv_backward = qkv + attended + converted + last_tile + 2 * own
-        if model.qk_layernorm or not leaves_out:  # the norms' backward reads q and k
-            qkv_backward += qkv + copied
-        qkv_backward += units.qkv.numel
+        is_adapted = bool(targets("q_proj", "k_proj", "v_proj"))
+        # The norms' backward reads q and k; adapters make a second gradient of the normed tile.
+        if model.qk_layernorm or is_adapted or not is_local:
+            qkv_backward += qkv + copied + own * is_adapted
+        qkv_backward += max(layer.qkv.trained_numel for layer in units.layers)
         on_host = geo.config.memory.park_during_attention  # dK and dV: a tile of them is fetched
         if gathers:
             rotary = geo.tile_tokens * geo.d * 4 // geo.itemsize
@@ -98,7 +107,7 @@ class Tiles:
         )
 
 
-def loss_bytes(geometry: Geometry) -> Bytes:
+def loss_bytes(geometry: Geometry, units: ParameterUnits) -> Bytes:
     """The peak of the loss, in one chunk of tokens: logits, their gradient, the weight's gradient.
 
     Logits are fp32 and their gradient is written over them; the matrix products read a copy of it
@@ -112,9 +121,6 @@ def loss_bytes(geometry: Geometry) -> Bytes:
     norm = 3 * rows * geo.m * geo.itemsize  # the final norm's output and two gradients
     gathered = 2 * tokens * geo.m * geo.itemsize if geo.num_token_parts > 1 else 0
     losses = geo.tokens * 4  # one fp32 value per token of the sequence
-    return Bytes(
-        {
-            MemoryCategory.LOGITS: logits + norm + gathered + losses,
-            MemoryCategory.WEIGHT_GRADIENTS: 4 * geo.v * geo.m,
-        }
-    )
+    matrix = units.embedding if units.is_tied else units.output
+    made = Bytes({MemoryCategory.LOGITS: logits + norm + gathered + losses})
+    return made + full_gradients(matrix)

@@ -142,11 +142,12 @@ def _sharding_seconds(geo: Geometry, machine: Machine) -> tuple[float, float]:
         # Weights are gathered for forward and again for backward; gradients are reduced in fp32,
         # layer by layer, during backward.
         received = weights.units.layer.numel * (1 - 1 / geo.num_sharding)
-        gathers = received * (2 * geo.itemsize + 4) / link_rate
+        trained = weights.units.trained_numel / numel
+        gathers = received * (2 * geo.itemsize + 4 * trained) / link_rate
     elif geo.num_sharding > 1:
-        reduced = 6.0 * numel  # whole gradients, after the backward
+        reduced = 6.0 * weights.units.trained_numel  # whole gradients, after the backward
     is_sharded = weights.is_full or geo.config.optimization.use_distributed_optimizer
-    rows = numel / (geo.num_sharding if is_sharded else 1)
+    rows = weights.units.trained_numel / (geo.num_sharding if is_sharded else 1)
     rate = gpu.pcie_gb_per_second if weights.is_on_host else gpu.memory_gb_per_second
     # 28 bytes per element: weight, both moments read and written, gradient read.
     return gathers, 28 * rows / (rate * _GIGA) + reduced / link_rate

@@ -4,13 +4,24 @@ Parameters are shapes, in the units that full sharding (FSDP2) gathers together.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cache
+from typing import NamedTuple
 
 from megatron_untied.config import ModelConfig
+from megatron_untied.config.parameters import (
+    EMBEDDING,
+    OUTPUT,
+    TRAIN_ALL,
+    AdaptationConfig,
+    Parameter,
+    parameters,
+)
 from megatron_untied.phases import MemoryCategory
 from megatron_untied.planner.geometry import Bytes, Geometry
+from megatron_untied.streaming.layer import BEFORE_ATTENTION
 
 Shape = tuple[int, ...]
 
@@ -23,30 +34,53 @@ class Unit:
     """Some parameters of one tensor-parallel rank."""
 
     shapes: tuple[Shape, ...]
+    trained: tuple[Shape, ...]
+    """Those of them that have gradients and moments."""
+
+    @classmethod
+    def of(cls, found: Iterable[Parameter]) -> "Unit":
+        """The unit of these parameters."""
+        found = list(found)
+        shapes = tuple(parameter.shape for parameter in found)
+        trained = tuple(parameter.shape for parameter in found if parameter.is_trained)
+        return cls(shapes=shapes, trained=trained)
 
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
-        return sum(math.prod(shape) for shape in self.shapes)
+        return sum(map(math.prod, self.shapes))
 
-    def rows_numel(self, num_ranks: int) -> int:
+    @property
+    def trained_numel(self) -> int:
+        """Elements of the trained ones."""
+        return sum(map(math.prod, self.trained))
+
+    def rows_numel(self, num_ranks: int, *, trained: bool = False) -> int:
         """Elements that the first of ``num_ranks`` holds, each parameter cut by rows.
 
         Rows are padded to a multiple of the ranks, so ``num_ranks`` times as many are gathered.
         """
-        return sum(-(-rows // num_ranks) * math.prod(rest) for rows, *rest in self.shapes)
+        shapes = self.trained if trained else self.shapes
+        return sum(-(-rows // num_ranks) * math.prod(rest) for rows, *rest in shapes)
+
+
+class LayerUnits(NamedTuple):
+    """The parameters of one layer."""
+
+    qkv: Unit
+    """The part before attention: input norm, QKV projection, norms of queries and keys."""
+    output_and_mlp: Unit
+    """The part after attention: output projection, norm, MLP."""
+    whole: Unit
+    """Both: FSDP2 gathers them together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterUnits:
     """A tensor-parallel rank's share of a model."""
 
-    qkv: Unit
-    """A layer's part before attention: input norm, QKV projection, norms of queries and keys."""
-    output_and_mlp: Unit
-    """A layer's part after attention: output projection, norm, MLP."""
-    layer: Unit
-    """Both: FSDP2 gathers them together."""
+    layers: tuple[LayerUnits, ...]
+    """They differ only in what is trained."""
     embedding: Unit
     output: Unit
     """Without parameters if the embedding is the output matrix too."""
@@ -57,49 +91,57 @@ class ParameterUnits:
     """Whether the embedding is the output matrix too."""
     numel: int
     """Parameters of this rank."""
+    trained_numel: int
+    """Of those, the trained ones."""
+
+    @property
+    def layer(self) -> Unit:
+        """A layer, where it does not matter what is trained."""
+        return self.layers[0].whole
 
 
-def parameter_units(model: ModelConfig, num_tensor: int = 1) -> ParameterUnits:
+@cache
+def parameter_units(
+    model: ModelConfig, num_tensor: int = 1, adaptation: AdaptationConfig = TRAIN_ALL
+) -> ParameterUnits:
     """What one of ``num_tensor`` tensor-parallel ranks holds, its vocabulary padded."""
-    m, d, f = model.hidden_size, model.kv_channels, model.ffn_hidden_size // num_tensor
-    per_norm = 2 if model.normalization == "LayerNorm" else 1  # RMSNorm has no bias
-    norm = per_norm * [(m,)]
-
-    qkv_rows = (model.num_attention_heads + 2 * model.num_query_groups) * d // num_tensor
-    has_qkv_bias = model.add_bias_linear or model.add_qkv_bias
-    before_attention = [*norm, (qkv_rows, m), *[(qkv_rows,)] * has_qkv_bias]
-    # Norms of queries and keys run over one head, so tensor-parallel ranks hold them whole.
-    before_attention += 2 * per_norm * [(d,)] * model.qk_layernorm
-
-    width = model.num_attention_heads * d // num_tensor
-    up = 2 * f if model.swiglu else f  # the gate and what it multiplies are one matrix
-    after_attention: list[Shape] = []
-    for linear, its_norm in (((m, width), []), ((up, m), norm), ((m, f), [])):
-        after_attention += [*its_norm, linear, *[linear[:1]] * model.add_bias_linear]
-
-    matrix = Unit(shapes=((model.padded_vocab_size(num_tensor) // num_tensor, m),))
-    is_tied = not model.untie_embeddings_and_output_weights
-    layer = Unit(shapes=(*before_attention, *after_attention))
-    output, rest = Unit(shapes=()) if is_tied else matrix, Unit(shapes=tuple(norm))
-    units = (matrix, *[layer] * model.num_layers, output, rest)
+    found = parameters(model, num_tensor, adaptation)
+    # By layer: what comes before attention, and after it.
+    layers = [([], []) for _ in range(model.num_layers)]
+    for name, parameter in found.items():
+        if name.startswith("decoder.layers."):
+            number, part = name.removeprefix("decoder.layers.").split(".", 1)
+            layers[int(number)][not part.startswith(BEFORE_ATTENTION)].append(parameter)
+    units = tuple(
+        LayerUnits(Unit.of(before), Unit.of(after), Unit.of([*before, *after]))
+        for before, after in layers
+    )
+    embedding = Unit.of([found[EMBEDDING]])
+    output = Unit.of([found[OUTPUT]] if OUTPUT in found else [])
+    rest = Unit.of(its for n, its in found.items() if n.startswith("decoder.final_layernorm."))
+    everything = (embedding, *(its.whole for its in units), output, rest)
     return ParameterUnits(
-        qkv=Unit(shapes=tuple(before_attention)),
-        output_and_mlp=Unit(shapes=tuple(after_attention)),
-        layer=layer,
-        embedding=matrix,
+        layers=units,
+        embedding=embedding,
         output=output,
         rest=rest,
-        all=units,
-        is_tied=is_tied,
-        numel=sum(unit.numel for unit in units),
+        all=everything,
+        is_tied=OUTPUT not in found,
+        numel=sum(unit.numel for unit in everything),
+        trained_numel=sum(unit.trained_numel for unit in everything),
     )
 
 
-def num_parameters(model: ModelConfig) -> int:
-    """Of the whole model, without padding of the vocabulary."""
-    matrices = 1 + model.untie_embeddings_and_output_weights
-    padding = model.padded_vocab_size(1) - model.vocab_size
-    return parameter_units(model).numel - matrices * padding * model.hidden_size
+def num_parameters(
+    model: ModelConfig, adaptation: AdaptationConfig = TRAIN_ALL, *, trained: bool = False
+) -> int:
+    """Of the whole model, without padding of the vocabulary; or those that are trained."""
+    units = parameter_units(model, 1, adaptation)
+    padding = (model.padded_vocab_size(1) - model.vocab_size) * model.hidden_size
+    if trained:
+        padded = bool(units.embedding.trained) + bool(units.output.trained)
+        return units.trained_numel - padded * padding
+    return units.numel - (1 + bool(units.output.shapes)) * padding
 
 
 class Stage(Enum):
@@ -133,23 +175,24 @@ class ShardedWeights:
         model, optimization = geometry.config.model, geometry.config.optimization
         return cls(
             geometry=geometry,
-            units=parameter_units(model, geometry.num_tensor),
+            units=parameter_units(model, geometry.num_tensor, geometry.config.adaptation),
             is_full=optimization.use_torch_fsdp2,
             is_on_host=optimization.optimizer_cpu_offload,
         )
 
     def at_rest(self) -> Bytes:
         """Between steps, on the device or on the host."""
+        itemsize, numel = self.geometry.itemsize, self.units.trained_numel
         if self.is_full:  # fp32 rows of the weights and of both moments
-            return Bytes({MemoryCategory.STATES: 3 * self._row_bytes(*self.units.all)})
-        itemsize, numel = self.geometry.itemsize, self.units.numel
+            states = 3 * self._row_bytes(*self.units.all) + self._frozen_row_bytes()
+            return Bytes({MemoryCategory.STATES: states})
         main = 0 if itemsize == _FP32 else _FP32  # fp32 weights are their own main weights
         states = (main + 2 * _FP32) * numel
         if self.geometry.config.optimization.use_distributed_optimizer:
             states = -(-states // self.geometry.num_sharding)
         return Bytes(
             {
-                MemoryCategory.STATES: itemsize * numel + states,
+                MemoryCategory.STATES: itemsize * self.units.numel + states,
                 MemoryCategory.GRADIENTS: _FP32 * numel,
             }
         )
@@ -169,20 +212,26 @@ class ShardedWeights:
         checkpoint = self.geometry.config.checkpoint
         if not (checkpoint.async_save and checkpoint.save):
             return Bytes()
+        # Those of adapters leave the frozen weights out.
+        has_frozen = self.geometry.config.adaptation.lora_rank is None
         if self.is_full:
             num_bytes = 3 * self._row_bytes(*self.units.all)
+            num_bytes += has_frozen * self._frozen_row_bytes()
         else:
-            num_bytes = -(-3 * _FP32 * self.units.numel // self.geometry.num_sharding)
+            num_bytes = 3 * _FP32 * self.units.trained_numel
+            frozen = self.units.numel - self.units.trained_numel
+            num_bytes += has_frozen * self.geometry.itemsize * frozen
+            num_bytes = -(-num_bytes // self.geometry.num_sharding)
         return Bytes({MemoryCategory.CHECKPOINT: num_bytes})
 
     def gradients(self, num_layers_done: int | None) -> Bytes:
         """Sharded gradients: of the output and of so many layers; None is all."""
         if not self.is_full or self.is_on_host:
             return Bytes()
-        units = self.units
-        done: Sequence[Unit] = units.all
+        done = self.units.all
         if num_layers_done is not None:
-            done = [units.output, *[units.layer] * num_layers_done]
+            layers = self.units.layers[len(self.units.layers) - num_layers_done :]
+            done = (self.units.output, *(its.whole for its in layers))
         return Bytes({MemoryCategory.GRADIENTS: self._row_bytes(*done)})
 
     def gathered(self, stage: Stage, layer: int = 0) -> Bytes:
@@ -225,7 +274,7 @@ class ShardedWeights:
         if not self.is_full:
             return Bytes()
         num_ranks = self.geometry.num_sharding
-        gathered = num_ranks * unit.rows_numel(num_ranks)
+        gathered = num_ranks * unit.rows_numel(num_ranks, trained=True)
         return Bytes({MemoryCategory.WEIGHT_GRADIENTS: _FP32 * gathered})
 
     def reducing(self, unit: Unit) -> Bytes:
@@ -239,6 +288,8 @@ class ShardedWeights:
     def embedding_gradient(self) -> Bytes:
         """The gradient of the lookup, whole, when it is converted, summed or reduced."""
         unit, memory = self.units.embedding, self.geometry.config.memory
+        if not unit.trained:
+            return Bytes()
         if self.units.is_tied:  # beside the output matrix' gradient: their sum
             return full_gradients(unit, unit)
         # Summed over tiles in fp32 if the residual is on the host.
@@ -248,8 +299,15 @@ class ShardedWeights:
         return lookup + self.reducing(unit)
 
     def _row_bytes(self, *units: Unit) -> int:
-        """fp32 bytes of this rank's rows."""
-        return _FP32 * sum(unit.rows_numel(self.geometry.num_sharding) for unit in units)
+        """fp32 bytes of this rank's rows of trained parameters."""
+        ranks = self.geometry.num_sharding
+        return _FP32 * sum(unit.rows_numel(ranks, trained=True) for unit in units)
+
+    def _frozen_row_bytes(self) -> int:
+        """Bytes of this rank's rows of frozen parameters, in the model's dtype."""
+        ranks, units = self.geometry.num_sharding, self.units.all
+        numel = sum(u.rows_numel(ranks) - u.rows_numel(ranks, trained=True) for u in units)
+        return self.geometry.itemsize * numel
 
 
 def lookup_scratch_bytes(num_tokens: int, num_rows: int, width: int) -> int:
@@ -265,5 +323,5 @@ def lookup_scratch_bytes(num_tokens: int, num_rows: int, width: int) -> int:
 
 def full_gradients(*units: Unit) -> Bytes:
     """Whole gradients, fp32, into which those of tiles or chunks are added up."""
-    numel = sum(unit.numel for unit in units)
+    numel = sum(unit.trained_numel for unit in units)
     return Bytes({MemoryCategory.WEIGHT_GRADIENTS: _FP32 * numel})

@@ -147,9 +147,10 @@ def build_adam(model: nn.Module, config: OptimizationConfig) -> torch.optim.Adam
 def shard_model(
     model: GPTModel, group: ProcessGroup, *, compute_dtype: torch.dtype, offload: bool
 ) -> None:
-    """Shard parameters on the meta device by rows and allocate this rank's rows in fp32.
+    """Shard parameters on the meta device by rows and allocate this rank's rows.
 
-    Values are not set. Megatron-core's attributes on parameters are lost.
+    Rows are fp32, those of frozen parameters in the model's own dtype. Values are not set.
+    Megatron-core's attributes on parameters are lost.
 
     Args:
         model: megatron-core's GPT with a module ``loss`` that is called with the hidden states.
@@ -174,8 +175,8 @@ def shard_model(
     # To fp32. Not model.float(): it cannot convert traced parameters.
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            wide = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
-            setattr(module, name, wide)
+            if parameter.requires_grad:
+                setattr(module, name, nn.Parameter(parameter.detach().float()))
     # Modules in one list are gathered together; the loss uses the output layer's matrix.
     lookup, output = [model.embedding], [model.output_layer, model.loss]
     tied = model.share_embeddings_and_output_weights

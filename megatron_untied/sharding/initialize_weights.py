@@ -25,8 +25,9 @@ def initialize_weights(
     """Fill every parameter of a bare model: the same model at every tensor-parallel size.
 
     Megatron's distribution: normal(0, init_method_std), output projections narrower by
-    sqrt(2 num_layers), norm weights 1, biases 0. Rows of vocabulary padding are 0. Numbers are
-    drawn on the host, so the device does not matter either.
+    sqrt(2 num_layers), norm weights 1, biases 0. Of adapters B is 0 and A normal(0, 1 / sqrt(3 m))
+    for m inputs. Rows of vocabulary padding are 0. Numbers are drawn on the host, so the device
+    does not matter either.
     """
     layouts = parameter_layouts(
         model, model_config, tp_rank=tp_group.rank(), tp_size=tp_group.size()
@@ -49,8 +50,10 @@ def fill_slices(
     slices: Iterable[GlobalSlice], layout: ParameterLayout, model_config: ModelConfig, seed: int
 ) -> None:
     """Write initial values into the slices of one parameter that this rank holds."""
-    if layout.name.endswith("bias"):
+    if layout.name.endswith(("bias", "lora_B")):  # an adapter begins without an effect
         std, mean = 0.0, 0.0
+    elif layout.name.endswith("lora_A"):  # the variance of PEFT's uniform numbers
+        std, mean = math.sqrt(1 / (3 * layout.global_shape[1])), 0.0
     elif len(layout.global_shape) == 1:  # a norm
         std, mean = 0.0, 1.0
     else:

@@ -29,9 +29,10 @@ class Shard:
     """Slices of the tensor-parallel rank's parameter. Every tensor below holds their elements, one
     slice after the other."""
     value: Tensor
-    """fp32 main value; the parameter itself where there is no optimizer."""
+    """fp32 main value; the parameter itself if it is frozen, or where there is no optimizer."""
     moments: dict[str, Tensor]
-    """``exp_avg`` and ``exp_avg_sq``, fp32; empty where they were not asked for."""
+    """``exp_avg`` and ``exp_avg_sq``, fp32; empty where they were not asked for, and of a frozen
+    parameter."""
 
 
 class Shards(Protocol):
@@ -103,17 +104,13 @@ class RowShards(Shards):
             # FSDP2 splits dimension 0 as torch.chunk does: the last ranks may have no rows.
             start = self._group.rank() * -(-parameter.size(0) // self._group.size())
             place = TensorSlice((start, *(0,) * (rows.dim() - 1)), tuple(rows.shape))
-            # Checkpoints expect moments of every parameter; those of a frozen one are zeros.
-            state = self._adam.state.get(parameter) if with_moments else None
+            # A frozen parameter is not in the dictionary.
+            state = self._adam.state.get(parameter, {}) if with_moments else {}
             yield Shard(
                 name=name,
                 slices=(place,) if rows.numel() else (),
                 value=rows,
-                moments={
-                    moment: state[moment].to_local() if state else torch.zeros_like(rows)
-                    for moment in MOMENTS
-                    if with_moments
-                },
+                moments={key: state[key].to_local() for key in MOMENTS if state},
             )
 
     @override

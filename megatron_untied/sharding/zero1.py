@@ -34,7 +34,7 @@ from megatron_untied.sharding.initialize_weights import initialize_shards, initi
 from megatron_untied.sharding.interface import ModelProvider, Sharding
 from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.sharding.shards import MOMENTS, Shard, Shards
-from megatron_untied.sharding.tensor_slice import slices_of_flat_range
+from megatron_untied.sharding.tensor_slice import TensorSlice, slices_of_flat_range
 from megatron_untied.step_progress import StepProgress
 
 
@@ -51,21 +51,9 @@ class MegatronSharding(Sharding):
         groups: ProcessGroupCollection,
         progress: StepProgress,
     ):
-        """Draws the weights. Collective over all ranks.
-
-        Raises:
-            ValueError: for frozen parameters, which megatron-core's optimizer neither saves nor
-                loads.
-        """
+        """Draws the weights. Collective over all ranks."""
         with device.current_device():
             model = model_provider(config, groups, progress)
-        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-        if frozen:
-            raise ValueError(
-                f"{len(frozen)} parameters are frozen, the first is {frozen[0]}; megatron-core's "
-                "optimizer neither saves nor loads what it does not update; give "
-                "--use-torch-fsdp2, which does, or leave requires_grad on"
-            )
         initialize_weights(model, config.model, config.seed, groups.tp)
         self.layouts = parameter_layouts(
             model, config.model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size()
@@ -191,7 +179,8 @@ class OptimizerShards(Shards):
         self._optimizer, self._model = optimizer, model
         self._held: dict[Tensor, HeldRange]  # the fp32 main values here, by the model's parameter
         if not isinstance(optimizer, DistributedOptimizer):  # every rank has all of each
-            self._held = {p: HeldRange(0, getattr(p, "main_param", p)) for p in model.parameters()}
+            trained = (p for p in model.parameters() if p.requires_grad)
+            self._held = {p: HeldRange(0, getattr(p, "main_param", p)) for p in trained}
             return
         # Not optimizer._get_main_param_and_optimizer_states: for a group with parameters of two
         # dtypes (fp32 norms in a bf16 model) it counts in another order than that of the list it
@@ -214,7 +203,10 @@ class OptimizerShards(Shards):
             self._optimizer.init_state_fn(self._optimizer.optimizer, self._optimizer.config)
             self.set_step(step)  # torch's Adam requires a step beside moments
         for name, parameter in self._model.named_parameters():
-            if held := self._held.get(parameter):
+            if not parameter.requires_grad:  # every rank has all of it, and no optimizer has any
+                whole = TensorSlice((0,) * parameter.dim(), tuple(parameter.shape))
+                yield Shard(name=name, slices=(whole,), value=parameter.detach(), moments={})
+            elif held := self._held.get(parameter):
                 state = self._optimizer.optimizer.state[held.main] if with_moments else {}
                 stop = held.start + held.main.numel()
                 yield Shard(

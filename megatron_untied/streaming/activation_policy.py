@@ -12,6 +12,8 @@ class LayerPolicy:
     group: range
     """The layers of its checkpoint group: the first saves its input, the last is the first whose
     backward runs. Layers are counted from 0."""
+    has_backward: bool
+    """False before the first layer of which something is trained: it saves nothing."""
     saves_input: bool
     keeps_output: bool
     """Whether attention output and log-sum-exps are kept from forward to backward; else attention
@@ -36,23 +38,33 @@ class ActivationPolicy:
     """Whether O, dO, and the sums of dK and dV pass through the host even if nothing is saved."""
     layers: tuple[LayerPolicy, ...]
 
+    @property
+    def with_backward(self) -> range:
+        """The layers that have one."""
+        first = sum(not layer.has_backward for layer in self.layers)
+        return range(first, len(self.layers))
+
     @classmethod
-    def of(cls, memory: MemoryConfig, num_layers: int) -> "ActivationPolicy":
+    def of(
+        cls, memory: MemoryConfig, num_layers: int, first_with_backward: int = 0
+    ) -> "ActivationPolicy":
         """The policy of ``num_layers`` layers under the flags in ``memory``."""
         size, first_kept = memory.recompute_num_layers, memory.first_kept_output(num_layers)
         layers = []
         for index in range(num_layers):
-            first = index - index % size
-            group = range(first, min(first + size, num_layers))
-            on_host = index < memory.cpu_offloading_num_layers
-            keeps_output = index >= first_kept
+            has_backward = index >= first_with_backward
+            first = index - (index - first_with_backward) % size if has_backward else index
+            group = range(first, min(first + size, num_layers) if has_backward else first + 1)
+            on_host = has_backward and index < memory.cpu_offloading_num_layers
+            keeps_output = has_backward and index >= first_kept
             # The backward of a group's last layer comes at once: an output that is recomputed for
             # it is used without being saved.
-            saves_output = keeps_output or index != group[-1]
+            saves_output = has_backward and (keeps_output or index != group[-1])
             layers.append(
                 LayerPolicy(
                     group=group,
-                    saves_input=index == first,
+                    has_backward=has_backward,
+                    saves_input=has_backward and index == first,
                     keeps_output=keeps_output,
                     saves_output=saves_output,
                     input_on_host=on_host,

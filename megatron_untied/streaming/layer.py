@@ -142,7 +142,7 @@ class StreamedTransformerLayer(TransformerLayer):
         sequence, group = SequenceInfo.from_slot(packed_seq_params), None
         # Inside a Function's forward grad mode is off, so it is tested here: without a backward
         # nothing may be saved.
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and store.policy.layers[index].has_backward:
             group = store.begin(self, index, sequence)
         out = _StreamedLayer.apply(hidden_states, self, sequence, group, *self.parameters())
         is_last = index + 1 == len(store.policy.layers)
@@ -186,7 +186,7 @@ class _StreamedLayer(torch.autograd.Function):
     ) -> Tensor:
         """The layer's output, written over ``x`` [n, b, m]; saved in the last of ``group``."""
         ctx.layer, ctx.group, store = layer, group, layer.streaming.store
-        for parameter in parameters:
+        for parameter in (p for p in parameters if p.requires_grad):
             # A bf16 leaf takes the fp32 sums as they are; autograd would round them first.
             parameter.grad_dtype = accumulation_dtype(parameter.dtype)
         saved = group and group.members[-1]

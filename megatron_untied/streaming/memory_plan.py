@@ -87,16 +87,15 @@ class MemoryPlan:
         It frees its memory before the loss, and in backward after the attention of every layer and
         at its end; if the policy parks, also before attention.
         """
-        policy, layers = self.policy, range(len(self.policy.layers))
-        held: Held = {}
-        for layer in layers:
+        policy, held = self.policy, {}
+        for layer in range(len(policy.layers)):
             for phase in (Phase.ATTENTION_FORWARD, Phase.MLP_FORWARD):
                 yield phase, layer, self._take(phase, layer, held)
         held.clear()  # before the loss
         if policy.park:
             loss_tiles = self.sizes.loss_tiles()
             held[loss_tiles.memory] = loss_tiles
-        for layer in reversed(layers):
+        for layer in reversed(policy.with_backward):
             group = policy.layers[layer].group
             for member in group if layer == group[-1] else ():
                 if not policy.layers[member].keeps_output:
@@ -137,10 +136,10 @@ class MemoryPlan:
 
     def host_bytes(self) -> int:
         """Bytes that the host arena holds after one step."""
-        replay, layers = _HostReplay(self.sizes, self.policy), range(len(self.policy.layers))
-        for layer in layers:
+        replay = _HostReplay(self.sizes, self.policy)
+        for layer in range(len(self.policy.layers)):
             replay.forward(layer)
-        for layer in reversed(layers):
+        for layer in reversed(self.policy.with_backward):
             replay.backward(layer)
         return replay.arena.reserved_bytes
 

@@ -1,7 +1,7 @@
 """The token-wise parts of a layer: q, k, v of a chunk's heads, and what follows attention."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,18 @@ from typing_extensions import override
 from megatron_untied.context_parallel.exchange import HeadBlocks
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.context_parallel.ulysses import Projections
+from megatron_untied.lora import add_low_rank_
 from megatron_untied.residual import Rows
 from megatron_untied.rope import rotate_
 from megatron_untied.tiling import Tile, split_rows
+
+
+class LowRank(NamedTuple):
+    """An adapter with the rows of some heads: ``scale * x a^T b^T`` is added to a projection."""
+
+    a: Tensor  # [r, m]
+    b: Tensor  # [heads * d, r]
+    scale: float
 
 
 class StreamedProjections(Projections):
@@ -54,7 +63,7 @@ class StreamedProjections(Projections):
         projected = sorted({head for rank_heads in heads for head in rank_heads})
         if not projected:
             return
-        weight, bias = self._weight_and_bias(kind, projected)
+        weight, bias, low_rank = self._matrices(kind, projected)
         d = self.attention.hidden_size_per_attention_head
         # The projection holds only ``projected``: heads are renumbered to its columns.
         column = {head: i for i, head in enumerate(projected)}
@@ -62,7 +71,7 @@ class StreamedProjections(Projections):
         blocks = HeadBlocks(send, columns, self.n, self.b, d)
         norms = {"q": self.attention.q_layernorm, "k": self.attention.k_layernorm, "v": None}
         for tile, x in zip(self.tiles, self.x.tiles(self.tiles), strict=True):
-            y = F.linear(self._normed(x), weight, bias)  # [t, b, m] -> [t, b, heads * d]
+            y = self._project(x, weight, bias, low_rank)  # [t, b, m] -> [t, b, heads * d]
             y = y.unflatten(-1, (len(projected), d))
             if norms[kind] is not None:
                 y = norms[kind](y)
@@ -72,17 +81,25 @@ class StreamedProjections(Projections):
                 for block, of_ranks in blocks.pairs(rows, part):
                     block.copy_(of_ranks)  # [ranks, rows, b, heads per rank, d]
 
-    def _normed(self, x: Tensor) -> Tensor:
-        """Tile of the normalized input, [t, b, m]: not named in the loop, so freed when used."""
-        y = self.layer.input_layernorm(x)
+    def _project(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None
+    ) -> Tensor:
+        """One tile. In a function, whose return frees the normalized input."""
+        x = self.layer.input_layernorm(x)
         if self.layer.config.sequence_parallel:
-            y = gather_from_sequence_parallel_region(y, group=self.layer.tp_group)
+            x = gather_from_sequence_parallel_region(x, group=self.layer.tp_group)
+        y = F.linear(x, weight, bias)
+        if low_rank is not None:
+            add_low_rank_(y, F.linear(x, low_rank.a), low_rank.b, low_rank.scale)
         return y
 
-    def _weight_and_bias(self, kind: str, heads: list[int]) -> tuple[Tensor, Tensor | None]:
-        """Weight [heads * d, m] and bias [heads * d] of ``heads``, out of Megatron's order.
+    def _matrices(
+        self, kind: Literal["q", "k", "v"], heads: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None, LowRank | None]:
+        """Weight [heads * d, m], bias [heads * d] and adapter of ``heads``.
 
-        That keeps the rows of one key-value head together: its query heads, its k, its v.
+        They are picked from Megatron's order, which keeps the rows of one key-value head together:
+        its query heads, its k, its v. Adapters have the rows of one kind alone.
         """
         attention, d = self.attention, self.attention.hidden_size_per_attention_head
         ratio = (
@@ -92,13 +109,17 @@ class StreamedProjections(Projections):
             blocks = [head // ratio * (ratio + 2) + head % ratio for head in heads]
         else:
             blocks = [head * (ratio + 2) + ratio + (kind == "v") for head in heads]
-        picked = []
-        for parameter in (attention.linear_qkv.weight, attention.linear_qkv.bias):
+
+        def pick(parameter: Tensor | None, blocks: Sequence[int]) -> Tensor | None:
             rows = None if parameter is None else parameter.unflatten(0, (-1, d))  # [blocks, d, m]
             # Not rows[blocks]: a list of numbers would be copied to the device, and waited for.
-            picked.append(None if rows is None else torch.cat([rows[i] for i in blocks]))
-        weight, bias = picked
-        return weight, bias
+            return None if rows is None else torch.cat([rows[i] for i in blocks])
+
+        linear, low_rank = attention.linear_qkv, None
+        if f"{kind}_proj" in (adapters := getattr(linear, "adapters", ())):
+            adapter = adapters[f"{kind}_proj"]
+            low_rank = LowRank(adapter.lora_A, pick(adapter.lora_B, heads), adapter.scale)
+        return pick(linear.weight, blocks), pick(linear.bias, blocks), low_rank
 
 
 def queries_keys_values(layer: TransformerLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -131,6 +131,7 @@ class StepTracer:
             config.precision,
             groups,
             runtime=Runtime(kernel=self.kernel, arena=self.arena, progress=progress),
+            adaptation=config.adaptation,
         )
 
     def _keep_on_host(self, train_state: TrainState, shards: list[Shard]) -> None:
@@ -140,7 +141,7 @@ class StepTracer:
                 self.live.move_to_host(tensor)
         for state in train_state.sharding.adam.state.values():
             self.live.move_to_host(state["step"])
-        for parameter in train_state.model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, train_state.model.parameters()):
             parameter.register_post_accumulate_grad_hook(
                 lambda p: self.live.move_to_host(p.grad.to_local())
             )

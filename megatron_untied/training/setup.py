@@ -205,7 +205,12 @@ def find_agreed_start(config: RunConfig, gather: Gather) -> Start:
         gather,
     )
     start = same_on_all_ranks(
-        lambda: find_start(config.checkpoint, samples=samples, skip_train=config.loop.skip_train),
+        lambda: find_start(
+            config.checkpoint,
+            samples=samples,
+            skip_train=config.loop.skip_train,
+            adaptation=config.adaptation,
+        ),
         "the checkpoint in --load",
         gather,
     )

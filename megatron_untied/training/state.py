@@ -19,6 +19,7 @@ from megatron_untied.checkpoint import (
     Start,
     bytes_to_read,
     load_checkpoint,
+    load_pretrained,
 )
 from megatron_untied.config.run import RunConfig
 from megatron_untied.phases import Phase
@@ -56,10 +57,15 @@ class TrainState:
     def describe(self) -> str:
         """One log line: size of the model, parallel sizes, and the choices made in the model."""
         groups = self.groups
+        trained = ""
+        if frozen := self.checkpoint_state.frozen:
+            layouts = self.checkpoint_state.layouts.items()
+            numel = sum(math.prod(its.global_shape) for name, its in layouts if name not in frozen)
+            trained = f", {numel:,} trained"
         return (
-            f"{self.num_parameters:,} parameters | {dist.get_world_size()} ranks: tensor parallel "
-            f"{groups.tp.size()} x context parallel {groups.cp.size()} x data parallel "
-            f"{groups.dp.size()} | {unwrap_model(self.model).describe()}"
+            f"{self.num_parameters:,} parameters{trained} | {dist.get_world_size()} ranks: "
+            f"tensor parallel {groups.tp.size()} x context parallel {groups.cp.size()} x "
+            f"data parallel {groups.dp.size()} | {unwrap_model(self.model).describe()}"
         )
 
     def load(self, config: RunConfig, start: Start) -> Progress:
@@ -71,6 +77,8 @@ class TrainState:
         Raises:
             ValueError: on every rank, if the checkpoint does not fit this run.
         """
+        if start.pretrained is not None:
+            load_pretrained(start.pretrained, self.checkpoint_state)
         if start.folder is not None:
             num_bytes = bytes_to_read(config.checkpoint, self.checkpoint_state)
             self.progress.begin(str(start.folder), num_bytes, phase=Phase.LOADING)
@@ -125,6 +133,7 @@ def build_train_state(
     # Allocates the weights; Adam's moments follow in the first step.
     sharding = kind(model_provider, config, groups, progress)
     scheduler = build_scheduler(sharding, config)
+    parameters = unwrap_model(sharding.model).named_parameters()
     return TrainState(
         sharding=sharding,
         scheduler=scheduler,
@@ -135,6 +144,8 @@ def build_train_state(
             shards=sharding.shards,
             scheduler=scheduler,
             groups=groups,
+            frozen=frozenset(name for name, p in parameters if not p.requires_grad),
+            leaves_out_frozen=config.checkpoint.pretrained_checkpoint is not None,
         ),
         progress=progress,
     )

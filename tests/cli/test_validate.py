@@ -4,6 +4,8 @@ import pytest
 
 from tests.support.command_line import tiny_config
 
+STREAMED = {"recompute_granularity": "full"}
+
 
 @pytest.mark.parametrize(
     ("world_size", "changes", "message"),
@@ -99,6 +101,26 @@ from tests.support.command_line import tiny_config
         (1, {"kv_channels": 7}, "--kv-channels 7 is odd; channels are rotated in pairs; use 8"),
         (1, {"hidden_size": 24, "kv_channels": None},
          "--kv-channels 3 is odd; channels are rotated in pairs; use 4"),
+        (1, {"freeze": "embedding.*"},
+         "--freeze needs streamed layers; give --recompute-granularity selective"),
+        (1, STREAMED | {"freeze": "decoder.layer.0.mlp.linear_fc1.weight"},
+         "matches no parameter; names are those of checkpoints, such as "
+         "decoder.layers.0.mlp.linear_fc1.weight"),
+        (1, STREAMED | {"freeze": "*"}, "--freeze * leaves nothing to train; freeze less"),
+        (1, STREAMED | {"freeze": "*.weight", "add_qkv_bias": True},
+         "linear_qkv.bias trained without its weight, which is not implemented; freeze '*.linear_"),
+        (1, STREAMED | {"lora_rank": 4, "freeze": "*.mlp.*"},
+         "--freeze has no effect with --lora-rank, which trains adapters alone; leave it out"),
+        (1, {"lora_rank": 4}, "--lora-rank needs streamed layers"),
+        (1, STREAMED | {"lora_rank": 4, "swiglu": None, "lora_targets": "gate_proj up_proj"},
+         "--lora-targets gate_proj is the gate of --swiglu; leave it out"),
+        (1, STREAMED | {"lora_rank": 4, "save": "x"},
+         "--save writes the adapters of --lora-rank without the weights that they are for; give "
+         "--pretrained-checkpoint"),
+        (1, STREAMED | {"lora_rank": 4, "load": "x", "finetune": True},
+         "--finetune --load takes whole models, and --lora-rank trains adapters of one"),
+        (1, STREAMED | {"lora_alpha": 8}, "--lora-alpha has no effect without --lora-rank"),
+        (1, {"use_checkpoint_args": True}, "--use-checkpoint-args has no effect without --load"),
     ],
 )  # fmt: skip
 def test_rejects(world_size, changes, message):
@@ -123,6 +145,8 @@ def test_lists_everything_wrong_at_once():
              "hierarchical_context_parallel_sizes": "2 2"}),
         (1, {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 8, "lr_warmup_iters": 2}),
         (1, {"rotary_percent": 0.25}),
+        (1, STREAMED | {"lora_rank": 4, "swiglu": None}),
+        (1, STREAMED | {"freeze": "embedding.* *norm*"}),
     ],
 )  # fmt: skip
 def test_allows(world_size, changes):

@@ -37,21 +37,23 @@ def test_shellcheck_finds_nothing():
 
 
 @pytest.mark.parametrize(
-    ("launcher", "nodes", "tokens"),
+    ("launcher", "num_ranks", "tokens"),
     [
-        ("pretrain_8b_5m.sh", 1, 5_242_880),
-        ("pretrain_32b_4m.sh", 2, 4_194_304),
-        ("finetune_8b_1m.sh", 1, 1_048_576),
+        ("pretrain_8b_5m.sh", 8, 5_242_880),
+        ("pretrain_8b_10m.sh", 8, 10_485_760),
+        ("pretrain_32b_4m.sh", 16, 4_194_304),
+        ("finetune_8b_1m.sh", 8, 1_048_576),
+        ("finetune_8b_1m_one_gpu.sh", 1, 1_048_576),
     ],
 )
-def test_a_dry_run_plans_for_the_nodes_it_is_meant_for(launcher, nodes, tokens, tmp_path):
+def test_a_dry_run_plans_for_the_nodes_it_is_meant_for(launcher, num_ranks, tokens, tmp_path):
     done = run("bash", EXAMPLES / launcher, "--dry-run", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     command = torchrun_command(done.stdout)
     ranks = int(option(command.options, "--nnodes")) * int(
         option(command.options, "--nproc-per-node")
     )
-    assert ranks == nodes * 8
+    assert ranks == num_ranks
     config = parse_arguments(command.flags, world_size=ranks)
     assert config.parallel.context_parallel_size == ranks
     assert config.batch.seq_length == tokens

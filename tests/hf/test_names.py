@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_untied.config import ModelConfig
-from megatron_untied.hf.names import check_tensors, hf_layouts, qkv_rows
+from megatron_untied.config.parameters import qkv_rows
+from megatron_untied.hf.names import check_tensors, hf_layouts
 from megatron_untied.sharding.parameter_layout import parameter_layouts
 from megatron_untied.sharding.tensor_slice import TensorSlice
 from tests.support.ranks import run_on_ranks
@@ -75,7 +76,7 @@ def test_gate_is_above_up():
 
 
 def test_every_head_of_its_own_is_a_group():
-    q, k, v = qkv_rows(replace(MODEL, num_query_groups=H))
+    q, k, v = qkv_rows(H, H, D).values()
     assert len(q) == len(k) == len(v) == H
     assert (q[1], k[1], v[1]) == (range(18, 24), range(24, 30), range(30, 36))
 

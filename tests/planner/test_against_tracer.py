@@ -40,6 +40,10 @@ FAST = {
     "some outputs kept": ON_HOST
     + "--num-layers 6 --recompute-num-layers 4 --attention-output-layers 3",
     "plain": SHARDED + "--cp-heads-per-chunk 8",
+    "adapters, parked": ON_HOST + "--park-during-attention --lora-rank 16",
+    "two layers without a backward": SELECTIVE
+    + "--recompute-num-layers 2 --cpu-offloading-num-layers 3 "
+    "--freeze embedding.* decoder.layers.[01].*",
     "distributed optimizer": COMMON
     + "--use-distributed-optimizer --recompute-granularity selective --cp-heads-per-chunk 16",
 }
@@ -70,6 +74,13 @@ SLOW = {
     "groups, parked, some on the host": SELECTIVE
     + "--recompute-num-layers 3 --num-layers 6 --cpu-offloading-num-layers 4 "
     "--park-during-attention",
+    "adapters, full": FULL + "--lora-rank 64 --lora-targets q_proj v_proj --recompute-num-layers 2",
+    "adapters, sequence parallel": SELECTIVE + TENSOR + "--sequence-parallel --lora-rank 16",
+    "adapters, optimizer on the host": ON_HOST
+    + "--optimizer-cpu-offload --park-during-attention --lora-rank 16",
+    "frozen ends": FULL + "--freeze embedding.* output_layer.*",
+    "frozen MLP": SELECTIVE + "--freeze *.mlp.*",
+    "frozen and tied": SELECTIVE + "--model llama3.2-1b --num-layers 4 --freeze embedding.*",
     "some outputs kept, parked": ON_HOST
     + "--num-layers 6 --recompute-num-layers 2 --attention-output-layers 3 --park-during-attention",
     "some outputs kept on the device": SELECTIVE

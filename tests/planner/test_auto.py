@@ -61,7 +61,7 @@ def every_plan(config, here):
 
 @pytest.mark.parametrize(
     ("tokens", "gpu_memory_gib", "host_memory_gib"),
-    [(1 << 20, 13, 2048), (1 << 20, 8, 6.8), (1 << 20, 7.5, 11.5), (1 << 18, 7, 5)],
+    [(1 << 20, 13, 2048), (1 << 20, 8.5, 11), (1 << 18, 7, 5)],
 )
 def test_no_setting_that_fits_is_faster(tokens, gpu_memory_gib, host_memory_gib):
     """Against every combination; the time may differ by what sizes and copies cost, 1%."""
@@ -94,16 +94,14 @@ def test_less_memory_means_smaller_chunks():
 
 
 def test_less_host_memory_means_that_attention_runs_twice_in_more_layers():
-    """8B at 5M tokens in 2, 1 and 0.6 TiB; no memory stays unused, no layer more would fit."""
+    """8B at 5M tokens in 2, 1 and 0.63 TiB; no memory stays unused, no layer more would fit."""
     config = run_config(LONG + " --cpu-offloading-num-layers 32 --seq-length 5242880")
-    memories = [
-        choose(config, machine(host_memory_gib=gib)).config.memory for gib in (2048, 1024, 600)
-    ]
+    plans = [choose(config, machine(host_memory_gib=gib)) for gib in (2048, 1024, 640)]
+    memories = [plan.config.memory for plan in plans]
     assert memories[0].recompute_granularity == memories[1].recompute_granularity == "selective"
     kept = [32 - memory.first_kept_output(32) for memory in memories]
     assert 32 == kept[0] > kept[1] > kept[2]
-    one_more = replace(memories[1], attention_output_layers=kept[1] + 1)
-    assert not Plan(replace(config, memory=one_more), machine(host_memory_gib=1024)).fits
+    assert not plans[1].with_settings("memory", attention_output_layers=kept[1] + 1).fits
 
 
 def test_short_sequences_need_no_recomputation():
@@ -114,7 +112,7 @@ def test_short_sequences_need_no_recomputation():
 def test_rejects_what_cannot_fit():
     config = run_config(LONG + " --seq-length 8388608")
     with pytest.raises(ValueError, match=r"no automatic setting fits: the nearest takes .* of 36"):
-        choose(config, machine(gpu_memory_gib=40))
+        choose(config, machine(gpu_memory_gib=40, host_memory_gib=512))
 
 
 def test_the_nearest_lacks_least_of_gpu_and_host_together():
@@ -123,8 +121,8 @@ def test_the_nearest_lacks_least_of_gpu_and_host_together():
     config = run_config(LONG + " --seq-length 2097152 --cpu-offloading-num-layers 32")
     found = nearest(config, little)
     assert found.config.memory.recompute_granularity == "full"
-    assert found.peak.num_bytes < little.device_bytes
     assert found.host.total() > little.host_bytes
+    assert not found.fits
 
 
 def test_says_what_it_chose_in_one_line():

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_untied.config import AdaptationConfig, ParallelConfig
+from megatron_untied.config.parameters import TRAIN_ALL, parameters
 from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.machine import GIB, read_gpus
 from megatron_untied.planner.plan import Plan, longest
@@ -12,6 +14,7 @@ from megatron_untied.planner.search import search
 from megatron_untied.planner.weights import num_parameters, parameter_units
 from megatron_untied.presets import preset_names, read_preset
 from tests.support.planning import machine, run_config
+from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import make_model, tiny
 
 LONG = (
@@ -40,17 +43,30 @@ def test_parameters_of_published_models(name):
         {"add_qkv_bias": True, "qk_layernorm": True},
     ],
 )
-def test_shapes_are_those_of_the_built_model(changes):
-    from tests.support.ranks import run_on_ranks
-
+@pytest.mark.parametrize(
+    "adaptation",
+    [
+        TRAIN_ALL,
+        AdaptationConfig(lora_rank=3),
+        AdaptationConfig(lora_rank=2, lora_targets=("q_proj", "v_proj", "down_proj")),
+        AdaptationConfig(freeze=("embedding.*", "*.linear_proj.*", "decoder.layers.1.mlp.*")),
+    ],
+)
+@pytest.mark.parametrize("num_tensor", [1, 2])
+def test_parameters_are_those_of_the_built_model(changes, adaptation, num_tensor):
     config = tiny(**changes)
-    built = run_on_ranks(shapes_of_model, 1, config)[0]
-    units = parameter_units(config).all
-    assert sorted(shape for unit in units for shape in unit.shapes) == built
+    found = run_on_ranks(parameters_of_model, num_tensor, config, adaptation)
+    expected = {name: tuple(p) for name, p in parameters(config, num_tensor, adaptation).items()}
+    assert found == [expected] * num_tensor
+    units = parameter_units(config, num_tensor, adaptation)
+    shapes = sorted(shape for unit in units.all for shape in unit.shapes)
+    assert shapes == sorted(shape for shape, _ in expected.values())
 
 
-def shapes_of_model(group, config):
-    return sorted(tuple(p.shape) for p in make_model(config).parameters())
+def parameters_of_model(group, config, adaptation):
+    parallel = ParallelConfig(tensor_model_parallel_size=group.size())
+    model = make_model(config, parallel, adaptation=adaptation)
+    return {name: (tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()}
 
 
 def test_phases_are_in_the_order_of_a_step_and_the_peak_is_one_of_them():

@@ -1,18 +1,20 @@
 import math
+from fnmatch import fnmatchcase
 from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
-import pretrain_gpt
+from megatron_untied.checkpoint.compatibility import TensorFiles
+from megatron_untied.checkpoint.global_tensor import GlobalTensor, TensorReader
+from megatron_untied.sharding.parameter_layout import GlobalSlice
 from megatron_untied.sharding.zero1 import build_scheduler
-from megatron_untied.step_progress import StepProgress
-from megatron_untied.training.initialize import initialize
-from megatron_untied.training.state import build_train_state
+from megatron_untied.training.metrics import read_metrics
 from tests.support.command_line import tiny_config
-from tests.support.ranks import run_on_ranks
-from tests.support.tiny_run import launch_of, train_state_on
+from tests.support.fsdp2_flags import FULL, layers
+from tests.support.ranks import RankFailure, run_on_ranks
+from tests.support.tiny_run import train, train_state_on
 
 
 def learning_rates(**flags) -> list[float]:
@@ -98,21 +100,41 @@ def test_main_weights_gradients_and_moments_are_fp32(flags, compute, distributed
         assert share == (pytest.approx(0.5, rel=0.01) if distributed else 1.0)
 
 
-def refusal_of_a_frozen_embedding(group, **flags) -> str:
-    def model_provider(config, groups, progress):
-        model = pretrain_gpt.model_provider(config, groups, progress)
-        model.embedding.word_embeddings.weight.requires_grad_(False)
-        return model
+@pytest.mark.parametrize(
+    "flags",
+    [{"use_distributed_optimizer": True, "bf16": True}, FULL | {"optimizer_cpu_offload": True}],
+    ids=["zero1", "full"],
+)
+def test_frozen_parameters_stay_and_a_run_resumes_without_moments_of_them(tmp_path, flags):
+    patterns = "embedding.* decoder.layers.0.* *.linear_fc2.*"
+    flags = flags | layers("selective", 1) | {"freeze": patterns, "context_parallel_size": 2}
+    folders = [tmp_path / name for name in ("whole", "parts")]
+    metrics = [tmp_path / f"{name}.jsonl" for name in ("whole", "first", "second")]
+    run_on_ranks(train, 2, metrics[0], train_iters=4, save=folders[0], save_interval=2, **flags)
+    for iterations, file in ((2, metrics[1]), (4, metrics[2])):
+        # A constant schedule does not depend on the last iteration.
+        saving = {"load": folders[1], "save": folders[1], "lr_decay_iters": 4}
+        run_on_ranks(train, 2, file, train_iters=iterations, **saving, **flags)
+    whole, first, second = ([m["lm_loss"] for m in read_metrics(file)] for file in metrics)
+    assert first + second == whole
+    last, before = (tensors_of_checkpoint(folders[0] / f"iter_000000{i}") for i in (4, 2))
+    names = [name.removeprefix("model.") for name in last if name.startswith("model.")]
+    frozen = [n for n in names if any(fnmatchcase(n, p) for p in patterns.split())]
+    assert 0 < len(frozen) < len(names)
+    for name in names:
+        assert torch.equal(last[f"model.{name}"], before[f"model.{name}"]) == (name in frozen)
+        assert (f"optimizer.exp_avg.{name}" in last) == (name not in frozen)
+    other = flags | {"freeze": "embedding.*", "load": folders[1], "train_iters": 5}
+    with pytest.raises(RankFailure, match="trained other parameters: --freeze"):
+        run_on_ranks(train, 2, None, **other)
+    run_on_ranks(train, 2, None, no_load_optim=True, **other)
 
-    config = tiny_config(group.size(), **flags)
-    groups = initialize(config, launch_of(group))
-    with pytest.raises(ValueError, match="1 parameters are frozen") as refused:
-        build_train_state(model_provider, config, groups, StepProgress())
-    return str(refused.value)
 
-
-@pytest.mark.parametrize("flags", [{}, {"use_distributed_optimizer": True, "bf16": True}])
-def test_refuses_frozen_parameters_that_a_checkpoint_would_leave_out(flags):
-    for message in run_on_ranks(refusal_of_a_frozen_embedding, 2, **flags):
-        assert "the first is embedding.word_embeddings.weight" in message
-        assert "--use-torch-fsdp2" in message
+def tensors_of_checkpoint(folder):
+    files = TensorFiles.open(folder)
+    reader, found = TensorReader(folder), {}
+    for name, shape in files.shapes.items():
+        found[name] = torch.empty(shape, dtype=reader.dtype(name))
+        part = GlobalSlice((0,) * len(shape), found[name])
+        reader.read({name: GlobalTensor(shape, [part])})
+    return found

@@ -1,5 +1,6 @@
 """The tiny model that tests build, on any ranks."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -7,10 +8,20 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
+from megatron_untied.config import (
+    AdaptationConfig,
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    Precision,
+)
+from megatron_untied.config.parameters import TRAIN_ALL
 from megatron_untied.gpt_model import ChunkedLossGPTModel
 from megatron_untied.model import Runtime, build_model
 from megatron_untied.sharding.initialize_weights import initialize_weights
+from megatron_untied.sharding.parameter_layout import ParameterLayout, parameter_layouts
+from megatron_untied.sharding.shards import ModelShards, Shards
+from megatron_untied.sharding.tensor_slice import TensorSlice
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming.host_arena import HostArena
 
@@ -54,15 +65,36 @@ def make_model(
     seed: int = 1,
     arena: HostArena | None = None,
     progress: StepProgress | None = None,
+    adaptation: AdaptationConfig = TRAIN_ALL,
 ) -> ChunkedLossGPTModel:
-    """A model with its initial weights, the same at every tensor-parallel size."""
+    """A model with its initial weights, the same at every tensor-parallel size.
+
+    Adapters have an effect already.
+    """
     parallel = parallel or ParallelConfig()
     groups = groups or parallel_groups(parallel)
     memory, precision = memory or MemoryConfig(), precision or Precision()
     runtime = Runtime(arena=arena, progress=progress)
-    built = build_model(model, parallel, memory, precision, groups, runtime=runtime)
+    built = build_model(
+        model, parallel, memory, precision, groups, runtime=runtime, adaptation=adaptation
+    )
     initialize_weights(built, model, seed, groups.tp)
+    layouts = parameter_layouts(built, model, tp_rank=groups.tp.rank(), tp_size=groups.tp.size())
+    draw_adapters(ModelShards(built), layouts)
     return built
+
+
+@torch.no_grad()
+def draw_adapters(shards: Shards, layouts: Mapping[str, ParameterLayout]) -> None:
+    """Give every B of a pair values that depend on its name; they are zeros at first."""
+    for shard in shards.shards(with_moments=False):
+        if shard.name.endswith("lora_B"):
+            layout = layouts[shard.name]
+            generator = torch.Generator().manual_seed(sum(map(ord, shard.name)))
+            values = 0.02 * torch.randn(layout.global_shape, generator=generator)
+            for part in layout.global_slices(shard.value, shard.slices):
+                part.tensor.copy_(TensorSlice(part.offsets, part.tensor.shape).view(values))
+    shards.sync_model_params()
 
 
 def batch(model: ModelConfig, s: int, b: int, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ def test_says_which_flags_would_make_it_fit(capsys):
 def test_automatic_settings_become_what_the_suggestion_promises(capsys):
     """A run with the suggested flags chooses its own chunk: those numbers are the ones printed."""
     flags = [*FITS, "--cp-heads-per-chunk", "auto", "--recompute-granularity", "auto"]
-    flags += ["--seq-length", "3145728"]
+    flags += ["--seq-length", "1048576", "--gpu-memory-gib", "22"]
     assert plan.main(flags) == 1
     said = capsys.readouterr().out
     assert said.startswith("no automatic setting fits, the nearest is: --cp-heads-per-chunk")
@@ -50,7 +50,7 @@ def test_automatic_settings_become_what_the_suggestion_promises(capsys):
 def test_more_context_ranks_are_suggested_where_fewer_do_not_fit_or_are_far_slower(capsys):
     """One rank per sequence is what a missing --context-parallel-size means."""
     flags = "--model llama3-8b --bf16 --use-torch-fsdp2 --loss-chunk-size 8192 --json -".split()
-    for length in ("2097152", "4194304"):  # one rank could do the first, at 0.8 of the speed
+    for length in ("2097152",):  # one rank could do it, at 0.8 of the speed
         assert plan.main([*flags, "--seq-length", length]) == 1
         found = json.loads(capsys.readouterr().out)["would_fit_with"]
         assert found[0] == "--context-parallel-size 8"

@@ -139,7 +139,6 @@ def test_another_schedule_is_refused_and_can_begin_anew(tmp_path, curriculum):
     ("length", "changes", "texts"),
     [
         (24 << 20, {}, ["stage 2 of 2, after iteration 3: 4 x 25,165,824 tokens", "does not fit"]),
-        (24 << 20, {"recompute_granularity": "auto", "hidden_size": 4800}, ["does not fit"]),
         (1 << 25, {}, ["--seq-length-schedule, stage 2: ", "the kernel's limit"]),
     ],
 )

@@ -137,7 +137,7 @@ def build_train_state(
     sharding = kind(model_provider, config, groups, progress)
     scheduler = build_scheduler(sharding, config)
     model = unwrap_model(sharding.model)
-    parameters, store = model.named_parameters(), model.store
+    parameters = model.named_parameters()
     return TrainState(
         sharding=sharding,
         scheduler=scheduler,

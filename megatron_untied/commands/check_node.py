@@ -21,7 +21,8 @@ from megatron_untied.commands import documentation
 from megatron_untied.phases import MemoryCategory
 from megatron_untied.planner.automatic import choose, is_automatic
 from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
-from megatron_untied.planner.plan import Plan
+from megatron_untied.planner.plan import Plan, peak_bytes
+from megatron_untied.planner.search import plan_stages
 from megatron_untied.platform import device
 
 NO_LIMIT = float("inf")
@@ -96,8 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan_for(argv: Sequence[str]) -> Plan:
-    """The plan of the run that the flags describe."""
+    """The plan of the run that the flags describe, or of its stage that takes most of a GPU."""
     request = parse_plan_request(argv, documentation(__doc__))
+    if request.config.stages:
+        return max(plan_stages(request.config, request.machine), key=peak_bytes)
     planned = choose if is_automatic(request.config) else Plan
     return planned(request.config, request.machine)
 

@@ -5,6 +5,7 @@ A field and its flag differ only in ``--`` and dashes, except for those in ``IRR
 
 IRREGULAR_FLAGS = {
     "heads_per_chunk": "--cp-heads-per-chunk",
+    "stages": "--seq-length-schedule",
     "distributed.backend": "--distributed-backend",
     "distributed.timeout_minutes": "--distributed-timeout-minutes",
     "activation_disk_checksums": "--no-activation-disk-checksums",

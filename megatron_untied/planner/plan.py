@@ -49,9 +49,17 @@ class Plan:
         Raises:
             ValueError: the attention kernel cannot index so many tokens.
         """
+        return self._of_highest_rank(evaluates=False)
+
+    @cached_property
+    def evaluation_peak(self) -> MemorySnapshot:
+        """The highest moment of ``tools/evaluate_context.py``: a forward without an optimizer."""
+        return max(self._of_highest_rank(evaluates=True), key=lambda each: each.num_bytes)
+
+    def _of_highest_rank(self, *, evaluates: bool) -> tuple[MemorySnapshot, ...]:
         step = StreamedStep if self.geometry.is_streamed else PlainStep
         by_rank = (
-            tuple(step(self.geometry, rank, self.every_layer).snapshots())
+            tuple(step(self.geometry, rank, self.every_layer, evaluates=evaluates).snapshots())
             for rank in distinct_ranks(self.geometry)
         )
         return max(by_rank, key=lambda snapshots: max(each.num_bytes for each in snapshots))

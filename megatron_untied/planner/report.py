@@ -48,6 +48,11 @@ def print_plan(plan: Plan, console: Console) -> None:
     print_line(console, disk.describe())
     if (shortfall := disk.shortfall()) is not None:
         print_line(console, shortfall)
+    print_line(
+        console,
+        f"evaluation without an optimizer (tools/evaluate_context.py): the peak per GPU is "
+        f"{plan.evaluation_peak.num_bytes / GIB:.1f} GiB, in {plan.evaluation_peak.phase}",
+    )
     print_line(console, verdict(plan))
 
 
@@ -112,6 +117,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "bytes_by_phase": {
                 name: _named(peak.by_category) for name, peak in plan.phases.items()
             },
+        },
+        "evaluation": {
+            "peak_bytes": plan.evaluation_peak.num_bytes,
+            "peak_phase": plan.evaluation_peak.phase,
         },
         "host": {
             "rank_bytes": plan.host.total(),

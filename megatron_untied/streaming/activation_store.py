@@ -182,14 +182,22 @@ class ActivationStore:
         return on_device
 
     def out(
-        self, index: int, sizes: Sizes, tile_rows: int, device: torch.device, *, is_saved: bool
+        self,
+        index: int,
+        sizes: Sizes,
+        tile_rows: int,
+        device: torch.device,
+        *,
+        is_saved: bool,
+        has_backward: bool = True,
     ) -> HeadChunks:
         """Slots for the attention output of layer ``index``, [n, b, h, d].
 
         If it is not saved, its last use must be before another layer runs. ``tile_rows``: the most
-        tokens that are read or written at once.
+        tokens that are read or written at once. Without a backward the device has room for the
+        slots, which only parked layers leave on the host.
         """
-        if self.policy.layers[index].output_on_host:
+        if self.policy.park or (has_backward and self.policy.layers[index].output_on_host):
             layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
             staging = Staging.plan("out", sizes, tile_rows)
             return HostHeadChunks(staging, layout, self.arena, self.workspace, device)

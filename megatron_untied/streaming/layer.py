@@ -204,7 +204,9 @@ class _StreamedLayer(torch.autograd.Function):
         if saved is not None and layer.streaming.replay.active:
             checksum = row_checksum(residual, tiles)  # the output may overwrite it
         with layer.progress.phase(Phase.ATTENTION_FORWARD):
-            out, lse = attention_forward(layer, residual, sequence, is_saved=saves_attention)
+            out, lse = attention_forward(
+                layer, residual, sequence, is_saved=saves_attention, has_backward=saved is not None
+            )
         if copy is not None:
             copy.wait()
         with layer.progress.phase(Phase.MLP_FORWARD):
@@ -246,7 +248,12 @@ class _StreamedLayer(torch.autograd.Function):
 
 
 def attention_forward(
-    layer: StreamedTransformerLayer, x: Rows, sequence: SequenceInfo, *, is_saved: bool
+    layer: StreamedTransformerLayer,
+    x: Rows,
+    sequence: SequenceInfo,
+    *,
+    is_saved: bool,
+    has_backward: bool = True,
 ) -> tuple[HeadChunks, StoredLse]:
     """Attention of all heads over the layer's input: O [n, b, h, d] and its lse. Collective.
 
@@ -256,7 +263,14 @@ def attention_forward(
     ulysses, attention = layer.self_attention.ulysses, layer.self_attention.attention_over(sequence)
     projections = StreamedProjections(layer, x, layer.tiles(x.shape[0]), sequence)
     sizes, tile_rows = ulysses.sizes(projections, attention), projections.tile_rows
-    out = store.out(index, sizes, tile_rows, projections.device, is_saved=is_saved)
+    out = store.out(
+        index,
+        sizes,
+        tile_rows,
+        projections.device,
+        is_saved=is_saved,
+        has_backward=has_backward,
+    )
     lse = ulysses.forward(projections, out, attention)
     on_host = is_saved and store.policy.layers[index].input_on_host
     return out, StoredLse(lse, store.arena if on_host else None)

@@ -35,6 +35,7 @@ from megatron_untied.tracing.fake_collectives import (
 )
 from megatron_untied.tracing.fake_tensor_cache import FakeTensorCache
 from megatron_untied.tracing.live_bytes import LiveBytes, Peak
+from megatron_untied.training.context_evaluation import EvaluatedModel
 from megatron_untied.training.initialize import make_groups
 from megatron_untied.training.state import TrainState, build_train_state
 from megatron_untied.training.step import Batch, forward_backward
@@ -125,6 +126,22 @@ class StepTracer:
                 optimizer_step(train_state.sharding)
         return self._result(train_state.model, model_state_bytes)
 
+    def run_evaluation(self, groups: ProcessGroupCollection) -> Peak:
+        """Score one micro-batch by a model without an optimizer; returns the peak of that."""
+        with self.mode, self.live, fsdp_categories(), torch.no_grad():
+            with allocating(MemoryCategory.STATES):
+                model = EvaluatedModel.build(
+                    self._build_model, self.config, groups, self.progress
+                ).model
+            batch = self.config.batch
+            shape = batch.micro_batch_size, batch.seq_length // groups.cp.size()  # [b, s/p]
+            with allocating(MemoryCategory.INPUTS):
+                tokens, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+            model(tokens, labels=labels)
+        # Megatron-core's layers draw a whole matrix in fp32 when they are built.
+        peaks = [peak for phase, peak in self.live.peaks.items() if phase != Phase.SETUP]
+        return max(peaks, key=lambda peak: peak.num_bytes)
+
     def _build_model(
         self, config: RunConfig, groups: ProcessGroupCollection, progress: StepProgress
     ) -> ChunkedLossGPTModel:
@@ -178,8 +195,12 @@ class StepTracer:
         )
 
 
-def trace_step(config: RunConfig, *, world_size: int, rank: int = 0) -> StepTrace:
+def trace_step(
+    config: RunConfig, *, world_size: int, rank: int = 0, evaluates: bool = False
+) -> StepTrace | Peak:
     """Run the step that ``config`` describes as ``rank`` of ``world_size``, without memory.
+
+    If it ``evaluates``, a forward without an optimizer, of which only the peak is returned.
 
     Makes and destroys the process groups of this process. Trace once per process: megatron-core
     keeps some tensors in module state, and a second trace would miss their allocation.
@@ -189,7 +210,8 @@ def trace_step(config: RunConfig, *, world_size: int, rank: int = 0) -> StepTrac
     try:
         groups = make_groups(config.parallel, config.distributed)
         with equal_ranks():
-            return StepTracer(config).run(groups)
+            tracer = StepTracer(config)
+            return tracer.run_evaluation(groups) if evaluates else tracer.run(groups)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -71,6 +71,13 @@ FLAGS = (
 ).split()
 
 
+def test_a_run_of_several_lengths_needs_what_its_largest_stage_does():
+    staged = [word for word in FLAGS if word not in ("--seq-length", "1048576")]
+    staged += ["--seq-length-schedule", "0:8192,1:1048576", "--train-iters", "2"]
+    expected = needs_of(plan_for(FLAGS), on_cpus=False)
+    assert needs_of(plan_for(staged), on_cpus=False) == expected
+
+
 def test_what_is_needed_is_the_plan_and_its_reserves():
     plan = plan_for(FLAGS)
     needed = needs_of(plan, on_cpus=False)

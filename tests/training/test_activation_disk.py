@@ -186,7 +186,7 @@ def run_and_die(rank: int, folder: Path, dies: bool) -> None:
     read, reads = ActivationDisk.read, []
 
     def dying(self, *args):
-        reads.append(1)
+        reads.extend([1] if self._files else [])  # not those that a plan counts
         if dies and rank == 1 and len(reads) == 90:  # in a backward of the third step
             os.kill(os.getpid(), signal.SIGKILL)
         return read(self, *args)

@@ -6,7 +6,7 @@ bend megatron-core's classes is in :mod:`megatron_untied.gpt_model`.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -62,7 +62,7 @@ class Runtime:
     kernel: AttentionKernel | None = None
     """Computes attention."""
     arena: HostArena | None = None
-    """Where streamed layers store what is offloaded to the host."""
+    """Where streamed layers store what is offloaded to the host, and on to disks."""
     progress: StepProgress | None = None
     """Receives the phases of a step; None for a model that another training loop runs."""
 
@@ -90,7 +90,7 @@ def build_model(
         head_width=model.kv_channels,
         window=model.window_size,
     )
-    arena = runtime.arena or HostArena.for_device(current_device())
+    arena = runtime.arena or HostArena.for_device(current_device(), memory)
     backend = choose_backend(transformer_impl, model.normalization)
     config = transformer_config(model, parallel, precision, transformer_impl)
     context = attention_context(model, parallel, groups, kernel, runtime.progress)
@@ -124,6 +124,22 @@ def build_model(
     return built
 
 
+def build_run_model(
+    config: RunConfig, groups: ProcessGroupCollection, progress: StepProgress
+) -> ChunkedLossGPTModel:
+    """The model of the run ``config``, which records its phases in ``progress``."""
+    return build_model(
+        config.model,
+        config.parallel,
+        config.memory,
+        config.precision,
+        groups,
+        runtime=Runtime(kernel=attention_kernel(config), progress=progress),
+        transformer_impl=config.transformer_impl,
+        adaptation=config.adaptation,
+    )
+
+
 def attention_kernel(config: RunConfig) -> AttentionKernel:
     """The kernel of ``config`` on this rank's device; see :func:`choose_kernel`.
 
@@ -153,6 +169,28 @@ def attention_kernel(config: RunConfig) -> AttentionKernel:
             for h, g in sorted(schedule.heads_of_calls)
         ],
     )
+
+
+def enter_stage(model: ChunkedLossGPTModel, config: RunConfig, kernel: AttentionKernel) -> None:
+    """Make a live ``model`` that of another stage of the run, which is ``config`` now.
+
+    Its rotary embedding, heads per exchange and kernel may be others. Buffers on the device and on
+    the host were sized by the old sequence length: they are freed, and made by the next step.
+    """
+    context = replace(
+        model.attention_context,
+        heads_per_chunk=config.parallel.heads_per_chunk,
+        kernel=kernel,
+        rotary=RotaryTable(config.model.rotary, config.model.kv_channels),
+    )
+    model.attention_context = context
+    for layer in model.decoder.layers:
+        layer.self_attention.use(context)
+        if isinstance(layer, StreamedTransformerLayer):
+            layer.progress = layer.self_attention.ulysses.progress
+    context.workspace.release()
+    if model.store is not None:
+        model.store.arena.trim()
 
 
 def attention_context(

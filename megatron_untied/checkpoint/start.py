@@ -114,7 +114,7 @@ def _start_from(
         return Start(folder=folder, provenance=provenance)
     progress, notes = StoredState.read(folder).progress, []
     if config.reset_data_position:
-        progress = replace(progress, consumed_samples=0)
+        progress = replace(progress, consumed_samples=0, data_start=progress.iteration)
     elif samples is not None:
         notes = _compare_samples(folder, stored.samples, samples, progress)
     return Start(

@@ -24,6 +24,8 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
+    data_start: int = 0
+    """The iteration after which the order of samples began: of ``--reset-data-position``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

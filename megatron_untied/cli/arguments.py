@@ -34,6 +34,7 @@ from megatron_untied.cli.flags import (
     OTHER_SPELLINGS,
     SWITCHES,
 )
+from megatron_untied.cli.stages import in_stages, with_lengths
 from megatron_untied.cli.validate import validate
 from megatron_untied.config import (
     AdaptationConfig,
@@ -92,6 +93,9 @@ REQUIRED_FLAGS = {
     "recompute_num_layers": "recompute_granularity",
     "sequence_tile_size": "recompute_granularity",
     "cpu_offloading_num_layers": "recompute_granularity",
+    "activation_disk": "cpu_offloading_num_layers",
+    "activation_disk_gib": "activation_disk",
+    "activation_disk_checksums": "activation_disk",
     "park_during_attention": "recompute_granularity",
     "verify_recompute": "recompute_granularity",
     "profile_step_start": "profile",
@@ -139,7 +143,7 @@ def parse_arguments(
             raise ValueError(f"{flag_of(name)} has no effect without {flag_of(other)}; give both")
     if "use_checkpoint_args" in given and not given.keys() & {"load", "pretrained_checkpoint"}:
         raise ValueError("--use-checkpoint-args has no effect without --load; give both")
-    values = defaults() | given
+    values = with_lengths(given, defaults() | given)
     # Before building any part, whose arithmetic needs these.
     _require(values, "seq_length", "micro_batch_size", "train_iters", "lr", "tokenizer_type")
     check_split(values["split"])
@@ -175,7 +179,7 @@ def parse_arguments(
         evaluation=_take(EvaluationConfig, values),
         loop=_take(LoopConfig, values),
         logging=_logging(values),
-        distributed=_distributed(values, timeout_minutes(model, memory, batch, world_size)),
+        distributed=DistributedConfig(backend="gloo"),  # replaced below: it depends on the stages
         profiling=_take(ProfilingConfig, values, profile_ranks=tuple(values["profile_ranks"])),
         adaptation=_take(
             AdaptationConfig,
@@ -187,9 +191,17 @@ def parse_arguments(
         transformer_impl=values["transformer_impl"],
         seed=values["seed"],
     )
+    if texts := values["seq_length_schedule"]:
+        keep = values["keep_batch_tokens"]
+        config = in_stages(config, given, texts, keep_batch_tokens=keep, parse=parse_flags)
+    config = replace(config, distributed=_distributed(values, longest_timeout(config, world_size)))
     validate(config, world_size)  # all remaining problems at once, one per line
     # What the planner is to choose it chooses together, for the memory of the machine.
-    return config if leaves_sizes or is_automatic(config) else by_sizes(config)
+    if leaves_sizes or is_automatic(config):
+        return config
+    stages = (config.in_stage(number) for number in range(len(config.stages) or 1))
+    sized = by_sizes(max(stages, key=lambda each: each.batch.seq_length))  # the same in all of them
+    return replace(config, memory=sized.memory, parallel=sized.parallel)
 
 
 def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
@@ -312,20 +324,21 @@ def _logging(values: Values) -> LoggingConfig:
     return _take(LoggingConfig, values)
 
 
-def timeout_minutes(
-    model: ModelConfig, memory: MemoryConfig, batch: BatchConfig, world_size: int
-) -> float:
+def longest_timeout(config: RunConfig, world_size: int) -> float:
     """Default timeout of a collective: the time of a step on slow devices, at least 10 minutes.
 
-    A rank may wait for another for a whole step, but not longer.
+    A rank may wait for another for a whole step, of the slowest stage, but not longer.
     """
-    seconds = slow_step_seconds(
-        model,
-        memory,
-        seq_length=batch.seq_length,
-        num_samples=batch.global_batch_size,
-        world_size=world_size,
-        flops_per_second=device.slow_flops_per_second(),
+    seconds = max(
+        slow_step_seconds(
+            config.model,
+            config.memory,
+            seq_length=batch.seq_length,
+            num_samples=batch.global_batch_size,
+            world_size=world_size,
+            flops_per_second=device.slow_flops_per_second(),
+        )
+        for batch, _ in config.batches(0, config.loop.train_iters)
     )
     return max(10.0, float(math.ceil(seconds / 60)))
 

@@ -13,6 +13,7 @@ from megatron_untied.cli.flag_values import (
     all_or,
     amount,
     count,
+    folders,
     index,
     integer,
     preset,
@@ -21,6 +22,7 @@ from megatron_untied.cli.flag_values import (
     tokens,
     window,
 )
+from megatron_untied.cli.stages import length_weights, schedule
 from megatron_untied.config.data import (
     DOCUMENT_BOUNDARIES,
     TOKENIZER_TYPES,
@@ -278,6 +280,24 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             metavar="N|all|auto",
             help="layers whose saved activations are offloaded to the host",
         ),
+        flag(
+            "--activation-disk",
+            folders,
+            (),
+            metavar="DIR[,DIR...]",
+            help="folders on local disks, to which offloaded activations go on from the host",
+        ),
+        flag(
+            "--activation-disk-gib",
+            real(1e-6, 1e9),
+            metavar="N",
+            help="GiB per rank stored there at most; the rest stays on the host (no limit)",
+        ),
+        switch(
+            "--no-activation-disk-checksums",
+            "do not compare what is read from the disks with the checksum of what was written",
+            off="activation_disk_checksums",
+        ),
         switch("--park-during-attention", "keep the residual, its gradient, dK and dV on the host"),
         flag(
             "--transformer-impl",
@@ -294,6 +314,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "batch and optimizer": (
         flag("--seq-length", tokens, help="tokens per sample: 1048576, or 1Mi, 1024Ki"),
+        flag(
+            "--seq-length-schedule",
+            schedule,
+            (),
+            metavar="START:LENGTH,...",
+            help="lengths by iteration, or by tokens as in 10Gitok:65536; a stage may set the "
+            "rotary embedding: 0:8192,200:65536:rotary-base=4e6",
+        ),
+        switch(
+            "--keep-batch-tokens",
+            "with --seq-length-schedule: change --global-batch-size so that tokens per step stay",
+        ),
         flag("--micro-batch-size", count, help="samples per forward and backward"),
         flag(
             "--global-batch-size", count, help="samples per step (micro batch x data-parallel size)"
@@ -374,6 +406,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag(
             "--data-cache-path",
             help="folder for sample indices, local to each node or shared (PREFIX/cache)",
+        ),
+        flag(
+            "--long-document-weight",
+            length_weights,
+            (),
+            metavar="LENGTH:WEIGHT,...",
+            help="how often training documents of at least LENGTH tokens are read in an epoch",
         ),
         switch("--mock-data", "random tokens instead of --data-path"),
         flag("--num-workers", integer(0, 1024), 2, help="data workers per rank"),
@@ -539,7 +578,6 @@ SWITCHES = frozenset(
 
 NOT_YET: dict[str, str] = {
     # Planned features.
-    "--seq-length-schedule": "the sequence length is constant",
     "--attention-backend unfused": "use local, attention by matrix products",
     # Megatron's flags for features that the design excludes.
     "--pipeline-model-parallel-size": "not implemented; use tensor, context and data parallelism",

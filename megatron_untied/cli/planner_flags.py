@@ -81,6 +81,11 @@ def parse_plan_request(argv: Sequence[str], description: str | None = None) -> P
     own, training = planner_parser(description).parse_known_args(argv)
     machine = machine_of(own)
     words, given = complete(training), parse_flags(training)
+    if own.max_context and "seq_length_schedule" in given:
+        raise ValueError(
+            "--max-context searches one length, and --seq-length-schedule has several; leave out "
+            "one of them"
+        )
     if own.tune:
         for name in ("heads_per_chunk", "recompute_granularity"):
             words += [] if name in given else [flag_of(name), "auto"]
@@ -158,8 +163,10 @@ def _more_context_ranks(
 def complete(training: Sequence[str]) -> list[str]:
     """Complete the flags ``training`` with those that memory does not depend on."""
     given = parse_flags(training)
-    words = [word for name, flag in ASSUMED_FLAGS.items() if name not in given for word in flag]
-    if "data_path" not in given and "mock_data" not in given:
+    # How long the stages of a schedule are decides between automatic settings: not assumed.
+    known = given.keys() | ({"train_iters"} if "seq_length_schedule" in given else set())
+    words = [word for name, flag in ASSUMED_FLAGS.items() if name not in known for word in flag]
+    if not given.keys() & {"data_path", "mock_data", "sft"}:
         words.append("--mock-data")  # token files need not be on this machine
     null = given.get("tokenizer_type", "NullTokenizer") == "NullTokenizer"
     if null and not given.keys() & {"vocab_size", "model"}:

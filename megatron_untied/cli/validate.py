@@ -5,12 +5,15 @@ flag and its value, the constraint, and a valid value.
 """
 
 import difflib
+import functools
 import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
+from megatron_untied.cli.stages import stage_problems
 from megatron_untied.config import AdaptationConfig, ModelConfig, ParallelConfig, RotaryConfig
 from megatron_untied.config.checkpoint import CheckpointConfig
+from megatron_untied.config.data import parse_blend
 from megatron_untied.config.parameters import LORA_TARGETS, TRAIN_ALL, parameters
 from megatron_untied.config.problems import model_problems
 from megatron_untied.config.run import RunConfig, ScheduleConfig
@@ -56,6 +59,21 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     yield from _optimizer(config)
     yield from _profiling(config, world_size)
+    if not wrong_sizes:
+        yield from stage_problems(config, functools.partial(_stage, world_size=world_size))
+    if config.stages and len(parse_blend(config.data.data_path).prefixes) > 1:
+        if parse_blend(config.data.data_path).weights is None:
+            yield (
+                "--seq-length-schedule: several files without weights are mixed by their numbers "
+                "of samples, which depend on the length; give WEIGHT PREFIX WEIGHT PREFIX"
+            )
+
+
+def _stage(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What depends on the length, the batch and the rotary embedding."""
+    yield from _yarn(config.model.rotary)
+    yield from _context_parallel(config)
+    yield from _batch(config, world_size)
 
 
 def _ranks(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -84,6 +102,11 @@ def _memory(config: RunConfig) -> Iterator[str]:
         yield (
             f"--cpu-offloading-num-layers {offloaded} is more than --num-layers {layers}; "
             f"use {layers}, or all"
+        )
+    if config.memory.activation_disk and not offloaded:
+        yield (
+            "--activation-disk has no effect with --cpu-offloading-num-layers 0: what is offloaded "
+            f"to the host goes on to the disk; give {layers}, or all"
         )
     kept, granularity = config.memory.attention_output_layers, config.memory.recompute_granularity
     if granularity == "full" and kept not in (None, 0):

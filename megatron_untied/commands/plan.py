@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from rich.console import Console
 from megatron_untied.cli.context_flags import context_flags, launch_command, training_flags
 from megatron_untied.cli.planner_flags import PlanRequest, parse_plan_request
 from megatron_untied.commands import documentation
+from megatron_untied.config.run import RunConfig
 from megatron_untied.planner import buffer_table
 from megatron_untied.planner.automatic import (
     OPEN,
@@ -36,13 +38,15 @@ from megatron_untied.planner.automatic import (
 )
 from megatron_untied.planner.baselines import METHODS, Setting
 from megatron_untied.planner.machine import GIB
-from megatron_untied.planner.plan import Plan
+from megatron_untied.planner.plan import Plan, fits, peak_bytes
 from megatron_untied.planner.report import as_json, print_line, print_plan
 from megatron_untied.planner.search import (
     LongestContext,
+    describe_stage,
     limit_of,
     longest_context,
     longest_open,
+    plan_stages,
     search,
     with_unlimited_host,
 )
@@ -74,6 +78,14 @@ def answer(request: PlanRequest) -> int:
     only_json = request.json == "-"
     # Programs read stdout, so nothing but the JSON may be there.
     console = Console(quiet=only_json, highlight=False)
+    stages = plan_stages(request.config, request.machine) if request.config.stages else []
+    if stages:
+        for number, plan in enumerate(stages):
+            answered = "fits" if fits(plan) else "does not fit"
+            print_line(console, f"{answered}: {describe_stage(plan, number)}")
+        # The rest is about the stage that takes most, of those that do not fit if there are any.
+        worst = max(stages, key=lambda plan: (not fits(plan), peak_bytes(plan)))
+        request = in_stage(request, stages.index(worst), worst.config)
     best = None
     if request.max_context:
         configs = [request.config, *request.other_ranks]
@@ -88,6 +100,8 @@ def answer(request: PlanRequest) -> int:
         longest_found = report_longest(request, best, console)
     print_plan(plan, console)
     found = as_json(plan)
+    if stages:
+        found["stages"] = [as_json(each) for each in stages]
     if request.tune:
         found["tuned"] = report_tuned(request, console)
     if request.buffers:
@@ -103,6 +117,12 @@ def answer(request: PlanRequest) -> int:
         found["published_methods"] = report_methods(plan, console)
     write(request, found, plan)
     return 0 if plan.fits else 1
+
+
+def in_stage(request: PlanRequest, stage: int, config: RunConfig) -> PlanRequest:
+    """The same request for one stage of a run with several sequence lengths."""
+    more = tuple((flags, other.in_stage(stage)) for flags, other in request.more_context_ranks)
+    return replace(request, config=config, more_context_ranks=more)
 
 
 def plan_of(request: PlanRequest) -> Plan:

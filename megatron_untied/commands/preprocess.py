@@ -7,8 +7,9 @@
 --input takes JSON lines with a "text" key (.jsonl, .json), Parquet with such a column (.parquet),
 plain-text files (one document each), folders of them and globs; .gz and .zst are decompressed. The
 order of the documents is the order of --input, sorted by path inside a folder, whatever --workers
-is. The files get their names when they are complete. Beside them, .provenance.json names the
-tokenizer; training refuses another one.
+is. With --join-folders every folder or git repository is one long document. The files get their
+names when they are complete. Beside them, .provenance.json names the tokenizer; training refuses
+another one.
 
 A run that ends early keeps what it finished in PREFIX_text_document.incomplete.bin and .idx, which
 are complete token files of the documents so far. --resume, with the same flags, goes on there.
@@ -46,6 +47,7 @@ from megatron_untied.data.indexed_writer import (
     save_finished_part,
 )
 from megatron_untied.data.provenance import Provenance
+from megatron_untied.data.records import files_in_folder, is_text, num_bytes_of
 from megatron_untied.data.tokenize_documents import (
     Advance,
     Encoder,
@@ -88,6 +90,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=documentation(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--input", nargs="+", required=True, help="files, folders or globs")
+    parser.add_argument(
+        "--join-folders",
+        action="store_true",
+        help="every folder of --input is one document: its text files by path, each behind a line "
+        "with the path; of a git repository those that git tracks",
+    )
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="one output for each")
     parser.add_argument("--output-prefix", required=True, help="path without _text_document.bin")
     parser.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
@@ -144,7 +152,9 @@ def preprocess(args: argparse.Namespace) -> None:
         eod=tokenizer.eod,
         **flags,
     )
-    files = find_files(args.input)
+    files = find_files(args.input, join_folders=args.join_folders)
+    if args.join_folders:
+        describe_folders(files)
     make_writable(Path(args.output_prefix).parent, "--output-prefix")
     bad_lines = BadLines(
         args.on_bad_line, Path(f"{args.output_prefix}.bad_lines.txt"), resume=args.resume
@@ -155,8 +165,26 @@ def preprocess(args: argparse.Namespace) -> None:
             f"{writer.prefix}: {writer.num_documents:,} documents ({writer.num_empty:,} empty ones "
             f"left out), {writer.num_tokens:,} tokens"
         )
-    num_bytes, seconds = total_bytes(files), time.monotonic() - start
+    num_bytes, seconds = sum(map(num_bytes_of, files)), time.monotonic() - start
     print(f"{num_bytes:,} bytes in {seconds:.1f} s, {num_bytes / seconds / 1e6:.2f} MB/s")
+
+
+def describe_folders(files: Sequence[Path]) -> None:
+    """Say what is joined, and what is left out because it is no text.
+
+    Raises:
+        ValueError: there is no folder among the inputs.
+    """
+    folders = [path for path in files if path.is_dir()]
+    if not folders:
+        raise ValueError("--join-folders has no effect without a folder in --input; leave it out")
+    inside = [file for folder in folders for file in files_in_folder(folder)]
+    others = [file for file in inside if not is_text(file.read_bytes())]
+    first = f", the first is {others[0]}" if others else ""
+    print(
+        f"{len(folders):,} folders are a document each: {len(inside) - len(others):,} text files, "
+        f"{len(others):,} left out that are no UTF-8 text{first}"
+    )
 
 
 def write(
@@ -177,7 +205,8 @@ def write(
             begin = load_finished_part(args.output_prefix, writers, files, provenance)
             print(f"resuming after {begin}")
         documents = read_documents(files, args.json_keys, replace=bad_lines.replace, after=begin)
-        with progress_bar(total_bytes(files)) as advance:  # compressed bytes, which are known
+        num_bytes = sum(map(num_bytes_of, files))  # compressed ones, which are known
+        with progress_bar(num_bytes) as advance:
             for document in encode_in_order(
                 documents, encoder, num_workers=args.workers, advance=advance
             ):
@@ -228,11 +257,6 @@ def keep(
         "from there",
         file=sys.stderr,
     )
-
-
-def total_bytes(files: Sequence[Path]) -> int:
-    """Bytes of all files as they are, compressed or not."""
-    return sum(file.stat().st_size for file in files)
 
 
 @contextmanager

@@ -149,6 +149,11 @@ def main() -> None:
     with errors_in_one_line():
         # As for a plan: the learning rate and the data do not change what is allocated.
         config = parse_arguments(complete(flags), world_size=own.world_size)
+        if config.stages:
+            raise ValueError(
+                "--seq-length-schedule has several lengths, and a trace is of one step; give "
+                "--seq-length and the batch and rotary flags of the stage to trace"
+            )
         if is_automatic(config):
             raise ValueError(
                 "auto depends on the memory of a machine, which a trace does not have; give the "

@@ -5,6 +5,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -19,6 +20,11 @@ LongSamples = Literal["error", "drop", "truncate"]
 LossWeighting = Literal["token", "sample"]
 
 SPLIT_NAMES = ("train", "valid", "test")
+
+Lengths = Sequence[tuple[int, int]]
+"""Sequence lengths, each with a number of samples, in the order of training."""
+LengthWeights = tuple[tuple[int, float], ...]
+"""Lengths of documents in tokens, rising, each with the weight of documents from there on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +52,8 @@ class DataConfig:
     """Restart positions at 0 at every document."""
     document_boundaries: DocumentBoundaries = "idx"
     """Documents of the .idx file, or those between end-of-document tokens."""
+    long_document_weight: LengthWeights = ()
+    """How often training documents of these lengths are read in an epoch; others once."""
     eod_mask_loss: bool = False
     """No loss where the input is the end-of-document token, as it predicts nothing."""
     dataloader_inter_document_masking: bool = False
@@ -75,11 +83,15 @@ class DataConfig:
     def _check_sft(self) -> None:
         if self.mock_data:
             raise ValueError("--sft reads chats from --data-path; leave out --mock-data")
+        if not self.data_path:
+            raise ValueError("--sft needs --data-path, which names files of chats; give it")
         if self.tokenizer_type != "HuggingFaceTokenizer":
             raise ValueError(
                 f"--sft needs a chat template, which a {self.tokenizer_type} does not have; give "
                 "--tokenizer-type HuggingFaceTokenizer"
             )
+        if self.long_document_weight:
+            raise ValueError("--long-document-weight has no effect with --sft; leave it out")
         if self.eod_mask_loss or self.document_boundaries != "idx":
             flag = "--eod-mask-loss" if self.eod_mask_loss else "--document-boundaries eod"
             raise ValueError(f"{flag} has no effect with --sft, where chats are documents")

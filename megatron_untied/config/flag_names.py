@@ -5,8 +5,10 @@ A field and its flag differ only in ``--`` and dashes, except for those in ``IRR
 
 IRREGULAR_FLAGS = {
     "heads_per_chunk": "--cp-heads-per-chunk",
+    "stages": "--seq-length-schedule",
     "distributed.backend": "--distributed-backend",
     "distributed.timeout_minutes": "--distributed-timeout-minutes",
+    "activation_disk_checksums": "--no-activation-disk-checksums",
     "check_for_nan": "--no-check-for-nan-in-loss-and-grad",
     "exit_on_failed_save": "--no-exit-on-failed-save",
     "load_optim": "--no-load-optim",

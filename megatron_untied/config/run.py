@@ -4,10 +4,17 @@
 model's part is in ``model.py``.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from megatron_untied.config import MemoryConfig, ModelConfig, ParallelConfig, Precision
+from megatron_untied.config import (
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    Precision,
+    RotaryConfig,
+)
 from megatron_untied.config.checkpoint import CheckpointConfig
 from megatron_untied.config.data import DataConfig
 from megatron_untied.config.parameters import TRAIN_ALL, AdaptationConfig
@@ -56,6 +63,18 @@ class BatchConfig:
         Masked tokens are included, as in Megatron's throughput.
         """
         return self.global_batch_size * self.seq_length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Iterations of a run that have their own sequence length: ``--seq-length-schedule``."""
+
+    first_iteration: int
+    """Iterations before it."""
+    batch: BatchConfig
+    rotary: RotaryConfig
+    heads_per_chunk: int | Literal["all", "auto"]
+    """As in ParallelConfig; the planner replaces "auto" for each stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,6 +216,45 @@ class RunConfig:
     transformer_impl: TransformerImpl = "local"
     """Implementation of norms and linear layers."""
     seed: int = 1234
+    stages: tuple[Stage, ...] = ()
+    """Of ``--seq-length-schedule``; empty for one length. The rest of this configuration is that of
+    one of them: see :meth:`in_stage`."""
+
+    def stage_of(self, iteration: int) -> int:
+        """The stage, from 0, of ``iteration``, counted from 1; iteration 0 is before the first."""
+        return sum(stage.first_iteration < iteration for stage in self.stages[1:])
+
+    def in_stage(self, index: int) -> "RunConfig":
+        """The same run in stage ``index``; a run of one length is the same in its only one."""
+        if not self.stages:
+            return self
+        stage = self.stages[index]
+        return replace(
+            self,
+            batch=stage.batch,
+            model=replace(self.model, rotary=stage.rotary),
+            parallel=replace(self.parallel, heads_per_chunk=stage.heads_per_chunk),
+        )
+
+    def batches(self, first: int, last: int) -> Iterator[tuple[BatchConfig, int]]:
+        """Stage by stage, how many of the iterations ``first`` + 1 to ``last`` have which batch."""
+        starts = [stage.first_iteration for stage in self.stages] or [0]
+        sizes = [stage.batch for stage in self.stages] or [self.batch]
+        for batch, start, end in zip(sizes, starts, [*starts[1:], last], strict=True):
+            yield batch, max(0, min(end, last) - max(start, first))
+
+    def num_tokens(self, first: int, last: int) -> int:
+        """Tokens of the iterations ``first`` + 1 to ``last``."""
+        return sum(batch.tokens * count for batch, count in self.batches(first, last))
+
+    @property
+    def schedule_samples(self) -> int:
+        """Samples by which an iteration advances the learning rate's schedule.
+
+        Megatron counts it in samples. Here a curriculum may change the batch, but the schedule is
+        one of iterations: each counts as many as those of the first stage.
+        """
+        return (self.stages[0].batch if self.stages else self.batch).global_batch_size
 
     def num_samples(self, *, iteration: int, consumed_samples: int) -> tuple[int, int, int]:
         """Training, validation and test samples of the whole run.
@@ -207,7 +265,8 @@ class RunConfig:
         """
         # Consumed samples are part of the dataset: its order is drawn for the whole run.
         steps = 0 if self.loop.skip_train else max(0, self.loop.train_iters - iteration)
-        train = steps and consumed_samples + steps * self.batch.global_batch_size
+        batches = self.batches(iteration, self.loop.train_iters)
+        train = steps and consumed_samples + sum(b.global_batch_size * n for b, n in batches)
         # Every evaluation reads the same samples; test documents are not used.
         return train, self.evaluation.eval_iters * self.batch.global_batch_size, 0
 

@@ -93,6 +93,10 @@ class UntiedUlyssesSelfAttention(SelfAttention):
     ):
         """``core_arguments``: megatron-core's other ones, after 0.16 also new ones (``name``)."""
         super().__init__(config, submodules, layer_number, **core_arguments)
+        self.use(context)
+
+    def use(self, context: AttentionContext) -> None:
+        """Attend as ``context`` says from now on; between steps, and in all layers alike."""
         self.context = context
         num_ulysses = context.ulysses.size() if context.ulysses else 1
         schedule = head_schedule(
@@ -107,7 +111,9 @@ class UntiedUlyssesSelfAttention(SelfAttention):
             self.hidden_size_per_attention_head,
             context.ulysses,
             context.workspace,
-            context.progress.for_layer(layer_number - 1, config.num_layers, len(schedule.chunks)),
+            context.progress.for_layer(
+                self.layer_number - 1, self.config.num_layers, len(schedule.chunks)
+            ),
         )
 
     def forward(

@@ -6,6 +6,8 @@ Preparing tokenizes all chats and packs those of each split. Both results are ca
 
 import hashlib
 import json
+import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,9 @@ from megatron_untied.data.index_cache import Arrays, cached_arrays, in_turns
 from megatron_untied.data.tokenize_documents import encode_in_order
 from megatron_untied.data.tokenizers import build_tokenizer
 
+logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_LINES = 60.0
 PADDING_DOCUMENT = 1024
 """Tokens of a document of padding: longer ones would cost attention work, shorter ones memory for
 their boundaries."""
@@ -210,10 +215,16 @@ def tokenize_chats(data: DataConfig, tokenizer: MegatronTokenizerBase) -> Tokeni
 
     def make() -> Arrays:
         encode = ChatEncoder(tokenizer, loss_on=data.loss_on)
-        tokens, trained = [], []
+        tokens, trained, said = [], [], time.monotonic()
         for chat in encode_in_order(read_chats(files), encode, num_workers=data.num_workers):
             if chat.problem:
                 raise ValueError(f"{chat.place}: {chat.problem}")
+            if time.monotonic() - said >= _SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                logger.warning(
+                    "tokenizing chats: %s done, at %s (file %d of %d)",
+                    *(f"{len(tokens) + 1:,}", chat.place, chat.place.file_index + 1, len(files)),
+                )
             tokens.append(chat.ids["tokens"])
             trained.append(chat.ids["trained"])
         if not tokens:

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from megatron_untied.data.records import BYTE_ORDER_MARK, Record, check_readable, read_records
+from megatron_untied.data.records import (
+    BYTE_ORDER_MARK,
+    Record,
+    check_readable,
+    num_bytes_of,
+    read_records,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,10 +51,13 @@ class Document:
     """A description of the first invalid text, all of which was replaced by U+FFFD."""
 
 
-def find_files(inputs: Sequence[str], *, flag: str = "--input") -> list[Path]:
+def find_files(
+    inputs: Sequence[str], *, flag: str = "--input", join_folders: bool = False
+) -> list[Path]:
     """The files of paths, globs and folders, in their order; within each sorted by path.
 
-    Folders are searched recursively; hidden files and folders are skipped. ``flag`` is the
+    Folders are searched recursively; hidden files and folders are skipped. With
+    ``join_folders`` they are kept as they are: each is one document. ``flag`` is the
     name of ``inputs`` in messages.
 
     Raises:
@@ -57,10 +66,15 @@ def find_files(inputs: Sequence[str], *, flag: str = "--input") -> list[Path]:
             is named twice.
     """
     files: dict[Path, Path] = {}
+    parents: set[Path] = set()  # of all files so far
     for name in inputs:
         matches = [name] if Path(name).exists() else sorted(glob.glob(name, recursive=True))
         # A pattern that ends in ** matches folders and the files in them.
-        found = dict.fromkeys(file for match in matches for file in _files_at(Path(match)))
+        found = dict.fromkeys(
+            file
+            for match in map(Path, matches)
+            for file in ([match] if join_folders and match.is_dir() else _files_at(match))
+        )
         if not found:
             raise FileNotFoundError(f"{flag} {name}: no such file, and no file matches it")
         for file in found:
@@ -70,7 +84,14 @@ def find_files(inputs: Sequence[str], *, flag: str = "--input") -> list[Path]:
                     "tokenized and --output-prefix in different folders, or give a pattern such as "
                     f"{file.parent}/*.jsonl"
                 )
-            first = files.setdefault(file.resolve(), file)
+            resolved = file.resolve()
+            if resolved in parents or any(parent in files for parent in resolved.parents):
+                raise ValueError(
+                    f"{flag} names {file} and also what holds it or is in it: with --join-folders "
+                    "a folder is one document; name one of them"
+                )
+            parents.update(resolved.parents)
+            first = files.setdefault(resolved, file)
             if first is not file:
                 also = "" if first == file else f", also as {first}"
                 raise ValueError(
@@ -121,7 +142,7 @@ def _documents(
     skipped_bytes = 0  # counted with the next document, so that progress reaches the end
     for index, file in enumerate(files):
         if index < after.file_index:
-            skipped_bytes += file.stat().st_size
+            skipped_bytes += num_bytes_of(file)
             continue
         for record in read_records(file, keys):
             if index == after.file_index and record.number <= after.number:

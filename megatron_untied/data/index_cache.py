@@ -7,16 +7,17 @@ rank of a node to a folder of that node. Every rank verifies the checksums kept 
 
 import contextlib
 import os
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 
-from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks
+from megatron_untied.checkpoint.collective_errors import gather_rare, raise_on_all_ranks
 
 T = TypeVar("T")
 Arrays = tuple[np.ndarray, ...]
@@ -28,7 +29,8 @@ def in_turns(build: Callable[[], T]) -> T:
     """``build()``: on rank 0, then on the first rank of each other node, then on all others.
 
     Collective over all ranks, which all raise the error of the first that failed.
-    ``build`` itself must not call collectives.
+    ``build`` itself must not call collectives. It may take hours: the others wait for it outside
+    of collectives, which have a timeout.
     """
     own_turn, result = 0, None
     if dist.is_initialized() and dist.get_rank() > 0:
@@ -36,10 +38,24 @@ def in_turns(build: Callable[[], T]) -> T:
         own_turn = 1 if dist.get_node_local_rank(fallback_rank=0) == 0 else 2
     for turn in range(NUM_TURNS if dist.is_initialized() else 1):
         # Also a barrier between turns: the files of one turn are complete before the next looks.
-        built = raise_on_all_ranks(build if turn == own_turn else lambda: None)
+        built = raise_on_all_ranks(build if turn == own_turn else lambda: None, _gather_at_leisure)
         if turn == own_turn:
             result = built
     return result
+
+
+def _gather_at_leisure(value: Any) -> list[Any]:
+    """A ``Gather`` that begins when all ranks have come to it, however long that takes."""
+    if dist.is_initialized():
+        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        # All ranks count their turns in the same order, also those of several runs of a process.
+        turn, pause = store.add(f"turns of rank {rank}", 1), 0.01
+        store.add(f"ranks in turn {turn}", 1)
+        # Asked again and again, as the store's own wait has a timeout too. Adding 0 asks.
+        while store.add(f"ranks in turn {turn}", 0) < dist.get_world_size():
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)
+    return gather_rare(value)
 
 
 def cached_arrays(

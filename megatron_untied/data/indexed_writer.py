@@ -17,6 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_untied.data.documents import Place, records_digest
 from megatron_untied.data.provenance import ENDING, Provenance
+from megatron_untied.data.records import num_bytes_of
 
 _PARTIAL = ".partial"
 
@@ -219,4 +220,4 @@ def _origin(
     """``FinishedPart.made_by`` and ``FinishedPart.files_before``."""
     made_by = asdict(provenance)
     del made_by["tokenizer_model"]  # its files may move between the runs; the hash stays
-    return made_by, [[str(file), file.stat().st_size] for file in files_before]
+    return made_by, [[str(file), num_bytes_of(file)] for file in files_before]

@@ -23,7 +23,7 @@ FIELDS = ("tokens", "labels", "loss_mask", "positions", "number")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchSampler:
-    """An endless iterable of sample numbers, one micro-batch of a data-parallel rank at a time."""
+    """Sample numbers, one micro-batch of a data-parallel rank at a time, without end or a stop."""
 
     num_samples: int
     """Samples in the dataset; the first follows the last."""
@@ -36,13 +36,15 @@ class MicroBatchSampler:
     """Used with ``attention_work``."""
     attention_work: np.ndarray | None = None
     """Of each sample; None for samples of equal work."""
+    stop: int | None = None
+    """Samples after the last micro-batch, such as where those of another length begin."""
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.attention_work is not None:
             yield from self._dealt()
         # From the samples over all ranks, so any other number of ranks continues at the same place.
         first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
-        while True:
+        while self.stop is None or first < self.stop:
             yield [(first + i) % self.num_samples for i in range(self.micro_batch_size)]
             first += self.micro_batch_size * self.data_parallel_size
 
@@ -70,8 +72,9 @@ def micro_batches(
     data_parallel_size: int,
     num_workers: int,
     global_batch_size: int = 0,
+    stop: int | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """An endless iterator over this rank's micro-batches, dicts of host tensors [b, s].
+    """This rank's micro-batches, dicts of host tensors [b, s]; without end, or up to ``stop``.
 
     ``number`` is that of each sample in the dataset, int64 [b].
 
@@ -91,6 +94,7 @@ def micro_batches(
         data_parallel_size=data_parallel_size,
         global_batch_size=global_batch_size,
         attention_work=getattr(dataset, "attention_work", None),
+        stop=stop,
     )
     loader = DataLoader(
         _Samples(dataset),

@@ -4,6 +4,7 @@ A sample is ``seq_length`` + 1 tokens of concatenated documents: the first and t
 be cut. :mod:`.sample_order` defines the order.
 """
 
+import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import numpy as np
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import Split
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_untied.config.data import DocumentBoundaries
+from megatron_untied.config.data import DocumentBoundaries, Lengths, LengthWeights
 from megatron_untied.config.problems import first_few
 from megatron_untied.data.index_cache import Arrays, cached_arrays
 from megatron_untied.data.indexed_files import out_of_vocabulary, outside
@@ -32,13 +34,29 @@ class PackedDocumentsConfig(GPTDatasetConfig):
     """Digests of the token files: part of the key of cached indices, which must not be used for
     other files."""
     order: str = "epochs"
-    """How samples are shuffled; also part of the key of cached indices."""
+    """How samples are chosen and shuffled; also part of the key of cached indices."""
+    earlier: Lengths = ()
+    """Lengths and numbers of the training samples before those of ``last_length``."""
+    last_length: int | None = None
+    """Of the last samples, where there are earlier ones. ``sequence_length`` is then the shortest:
+    megatron-core pads samples below it."""
+    longest: int | None = None
+    """The longest of all, likewise."""
+    weights: LengthWeights = ()
+    """How often training documents are read in an epoch, by length."""
     document_boundaries: DocumentBoundaries = "idx"
     """Where positions restart, with ``reset_position_ids``."""
     vocab_size: int = 0
     """The tokenizer's; every token must be below it."""
     cache_folder: str | None = None
     """Folder of cached indices; None is one beside the token files."""
+
+    def with_earlier(self, earlier: Lengths) -> "PackedDocumentsConfig":
+        """A copy for a file with its own numbers of samples; the splits are not parsed again."""
+        copied = copy.copy(self)
+        copied.earlier = earlier
+        copied.order = f"epochs of {[*earlier, copied.last_length]}, weights {self.weights}"
+        return copied
 
 
 class PackedDocuments(GPTDataset):
@@ -125,9 +143,11 @@ class PackedDocuments(GPTDataset):
             lambda: sample_indices(
                 self.indices,
                 np.asarray(self.dataset.sequence_lengths),
-                seq_length=self.config.sequence_length,
+                seq_length=self.config.last_length or self.config.sequence_length,
                 num_samples=self.num_samples,
                 seed=self.config.random_seed,
+                earlier=self.config.earlier,
+                weights=self.config.weights if self.index_split is Split.train else (),
             ),
         )
 

@@ -1,13 +1,16 @@
 """Splits files into records: lines of JSON, rows of Parquet, or a plain-text file as a whole.
 
 Files are read as streams, also compressed ones: memory holds one record, or a row group of Parquet.
+A folder stands for the texts in it, joined to one record (:func:`joined_files`).
 """
 
 import gzip
 import importlib
 import io
 import json
+import os
 import re
+import subprocess
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,6 +64,12 @@ def check_readable(file: Path, keys: Sequence[str]) -> None:
         ImportError: it needs a package that is not installed.
         ValueError: its format has no ``keys``, or it is a Git LFS pointer.
     """
+    if file.is_dir():
+        if tuple(keys) != ("text",):
+            raise ValueError(f"--join-folders: {file} is text, and --json-keys needs JSON lines")
+        if not files_in_folder(file):
+            raise ValueError(f"--join-folders: {file} has no files; leave it out")
+        return
     require_content(file)
     if _suffix(file) in _PACKAGES:
         _package(file)
@@ -72,6 +81,9 @@ def check_readable(file: Path, keys: Sequence[str]) -> None:
 
 def read_records(file: Path, keys: Sequence[str]) -> Iterator[Record]:
     """The records of one file in order, blank lines left out."""
+    if file.is_dir():
+        yield Record(number=0, content=joined_files(file), num_bytes=num_bytes_of(file))
+        return
     if _suffix(file) == _PARQUET:
         yield from _rows(file, keys)
         return
@@ -106,6 +118,63 @@ def read_records(file: Path, keys: Sequence[str]) -> Iterator[Record]:
                 num_bytes=size - position,
                 problem=_LOST_REST.format(error),
             )
+
+
+def files_in_folder(folder: Path) -> list[Path]:
+    """The regular files of a folder by path: those that git tracks, if it is a repository.
+
+    Otherwise all but hidden ones. Links are left out: what they name may be in the folder too.
+
+    Raises:
+        ValueError: git is not installed, or refuses the repository.
+    """
+    if (folder / ".git").exists():
+        command = ["git", "-C", str(folder), "ls-files", "-z"]
+        try:
+            listed = subprocess.run(command, capture_output=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
+            raise ValueError(f"--join-folders: git cannot list {folder}: {said}") from error
+        found = (folder / os.fsdecode(name) for name in listed.split(b"\0") if name)
+    else:
+        found = (
+            file
+            for file in folder.rglob("*")
+            if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        )
+    return sorted(file for file in found if file.is_file() and not file.is_symlink())
+
+
+def joined_files(folder: Path) -> bytes:
+    """The texts of a folder's files, each behind a line with its path in the folder.
+
+    A file that is no UTF-8 text, or has a zero byte, is left out.
+    """
+    parts = []
+    for file in files_in_folder(folder):
+        content = file.read_bytes()
+        if not is_text(content):
+            continue
+        ending = b"" if content.endswith(b"\n") else b"\n"
+        path = os.fsencode(file.relative_to(folder).as_posix())
+        parts += [b"=== ", path, b" ===\n", content, ending]
+    return b"".join(parts)
+
+
+def is_text(content: bytes) -> bool:
+    """Whether ``content`` is UTF-8 without zero bytes."""
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in content
+
+
+def num_bytes_of(path: Path) -> int:
+    """Bytes of a file as it is, compressed or not, or of all files of a folder."""
+    if path.is_dir():
+        return sum(file.stat().st_size for file in files_in_folder(path))
+    return path.stat().st_size
 
 
 def _suffix(file: Path) -> str:

@@ -10,9 +10,13 @@ from megatron_untied.planner.automatic import (
     choose,
     fits_somehow,
     flags_of,
+    is_automatic,
+    nearest,
     opened,
     ranked,
     seconds_of,
+    settings,
+    sizes,
 )
 from megatron_untied.planner.geometry import by_sizes
 from megatron_untied.planner.machine import Machine
@@ -189,3 +193,39 @@ def with_unlimited_host(plan: Plan) -> Plan:
     """``plan`` on a machine whose host has no limit."""
     machine: Machine = replace(plan.machine, host_memory_gib=1e9)
     return replace(plan, machine=machine)
+
+
+def plan_stages(config: RunConfig, machine: Machine) -> list[Plan]:
+    """A plan for every stage of a run; where nothing fits the one that lacks least.
+
+    What is left to the planner is chosen for the longest stage, as it is built into the model, and
+    the others have the same. Heads per exchange are chosen for each.
+    """
+
+    def plan(stage: RunConfig) -> Plan:
+        if not is_automatic(stage):
+            return Plan(by_sizes(stage), machine)
+        found = ranked(stage, machine, only_fastest=True)
+        return found[0] if found else nearest(stage, machine)
+
+    stages = [config.in_stage(number) for number in range(len(config.stages))]
+    longest = by_sizes(plan(max(stages, key=lambda each: each.batch.seq_length)).config)
+    return [
+        plan(
+            replace(
+                stage,
+                memory=longest.memory,
+                parallel=replace(longest.parallel, heads_per_chunk=stage.parallel.heads_per_chunk),
+            )
+        )
+        for stage in stages
+    ]
+
+
+def describe_stage(plan: Plan, number: int) -> str:
+    """One line on stage ``number``, from 0, of the run that ``plan`` is a stage of."""
+    stages, batch = plan.config.stages, plan.config.batch
+    return (
+        f"stage {number + 1} of {len(stages)}, after iteration {stages[number].first_iteration}: "
+        f"{batch.global_batch_size} x {batch.seq_length:,} tokens, {settings(plan)} | {sizes(plan)}"
+    )

@@ -169,6 +169,13 @@ def device_memory() -> DeviceMemory | None:
     )
 
 
+def release_cached_memory() -> None:
+    """Give memory that no tensor uses back to the device, for tensors of other sizes."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
 def reset_peak_device_bytes() -> None:
     """Reset :func:`peak_device_bytes`; on a CPU it has no effect."""
     if torch.cuda.is_available():

@@ -143,7 +143,7 @@ def build_scheduler(sharding: Sharding, config: RunConfig) -> OptimizerParamSche
     Iterations become samples as in Megatron, so that ``step(increment=samples)`` and a checkpoint's
     ``num_steps`` mean the same in both.
     """
-    schedule, samples = config.schedule, config.batch.global_batch_size
+    schedule, samples = config.schedule, config.schedule_samples
     return OptimizerParamScheduler(
         sharding,
         init_lr=schedule.lr_warmup_init,

@@ -4,10 +4,10 @@
 ``reporting.py`` prints lines and writes metrics.
 """
 
-import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_untied.checkpoint import Progress, describe_loading
 from megatron_untied.config.run import RunConfig
@@ -17,6 +17,7 @@ from megatron_untied.planner.disk import Disk
 from megatron_untied.planner.kernels import describe_kernel, is_planned
 from megatron_untied.planner.machine import this_gpu, this_machine
 from megatron_untied.planner.plan import Plan
+from megatron_untied.planner.search import describe_stage
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
 from megatron_untied.training.exits import EarlyExit, StepDropped
@@ -25,7 +26,7 @@ from megatron_untied.training.initialize import Launch, errors_in_one_line
 from megatron_untied.training.memory_report import memory_against_plan
 from megatron_untied.training.profiling import StepProfiler
 from megatron_untied.training.saving import CheckpointSaver
-from megatron_untied.training.setup import DatasetsProvider, Run, set_up
+from megatron_untied.training.setup import DatasetsProvider, Run, enter_stage, set_up
 from megatron_untied.training.step import (
     Batch,
     ForwardStep,
@@ -60,31 +61,32 @@ def pretrain(
         forward_step: computes this rank's part of the loss of a shard.
     """
     run = set_up(config, launch, model_provider=model_provider, datasets_provider=datasets_provider)
-    config, train_state, report = run.config, run.train_state, run.report
+    report = run.report
     early_exit = EarlyExit(config.loop, run.signals)
-    batches_of = functools.partial(
-        global_batches, config=config, groups=run.groups, get_batch=get_batch
-    )
-    evaluate_after = functools.partial(evaluate_run, run, batches_of, forward_step)
-    saver = CheckpointSaver(config, train_state, run.start, report)
-    profiler = StepProfiler(config, launch.rank, train_state.progress, say=report.say)
+    saver = CheckpointSaver(run.config, run.train_state, run.start, report)
+    profiler = StepProfiler(config, launch.rank, run.train_state.progress, say=report.say)
     with report, run.signals, run.heartbeat, profiler, saver:
         progress = load_and_describe(run)
         if config.loop.skip_train:
-            evaluate_after(progress.iteration)
+            evaluate_run(run, get_batch, forward_step, progress.iteration)
             return report.end()
         if progress.iteration >= config.loop.train_iters:
             return report.nothing_to_train()
-        describe = getattr(run.datasets.train, "describe_sample", "sample {}".format)
-        guard = StepGuard(train_state.model, config.loop, describe)
-        train_batches = batches_of(run.datasets.train, consumed_samples=progress.consumed_samples)
-        step_units = run.layer_passes * attention_units(config.memory, config.model.num_layers)
+        describe_sample = getattr(run.datasets.train, "describe_sample", "sample {}".format)
+        guard = StepGuard(run.train_state.model, config.loop, describe_sample)
         exit_reason = early_exit.signal()  # one may have arrived while loading
-        first = progress.iteration + 1
+        first, train_batches = progress.iteration + 1, None
         for iteration in range(first, config.loop.train_iters + 1):
             if exit_reason:
                 break
-            train_state.progress.begin(f"iteration {iteration}", step_units)
+            if (stage := config.stage_of(iteration)) != run.stage:
+                run, train_batches, first = enter_stage(run, stage), None, iteration
+                saver.enter_stage(run.config, run.train_state)
+            if train_batches is None:  # the workers of the stage before have ended with it
+                train_batches = batches_of_stage(run, progress, get_batch)
+            layers = run.config.model.num_layers
+            step_units = run.layer_passes * attention_units(run.config.memory, layers)
+            run.train_state.progress.begin(f"iteration {iteration}", step_units)
             try:
                 with profiler.step(iteration):
                     result, seconds = timed_step(run, train_batches, forward_step, guard, iteration)
@@ -92,15 +94,15 @@ def pretrain(
                 exit_reason = early_exit.signal()
                 saver.save(progress, is_last=True)
                 break
-            consumed_samples = progress.consumed_samples + config.batch.global_batch_size
-            progress = Progress(iteration=iteration, consumed_samples=consumed_samples)
+            consumed_samples = progress.consumed_samples + run.config.batch.global_batch_size
+            progress = replace(progress, iteration=iteration, consumed_samples=consumed_samples)
             if iteration <= first + 1:  # the first step makes Adam's moments, the second has them
                 compare_memory(run, iteration)
             report.step(result, progress, seconds=seconds)
             device.reset_peak_device_bytes()  # the next step's peak, with an evaluation before it
             saver.poll()
             if config.evaluates_after(iteration):
-                evaluate_after(iteration)
+                evaluate_run(run, get_batch, forward_step, iteration)
             exit_reason = early_exit.reason(iteration)  # one all-reduce of a number
             if config.checkpoint.save and (exit_reason or config.saves_after(iteration)):
                 is_last = bool(exit_reason) or iteration == config.loop.train_iters
@@ -109,6 +111,22 @@ def pretrain(
                 exit_reason = exit_reason or early_exit.signal()
         saver.finish(is_last=True)
         report.end(exit_reason)
+
+
+def batches_of_stage(run: Run, progress: Progress, get_batch: GetBatch) -> Iterator[list[Batch]]:
+    """The global batches after ``progress``, up to the end of the stage that ``run`` is in."""
+    config, stop, following = run.config, None, run.stage + 1
+    if following < len(config.stages):
+        left = config.stages[following].first_iteration - progress.iteration
+        stop = progress.consumed_samples + left * config.batch.global_batch_size
+    return global_batches(
+        run.datasets.train,
+        config=config,
+        groups=run.groups,
+        get_batch=get_batch,
+        consumed_samples=progress.consumed_samples,
+        stop=stop,
+    )
 
 
 def timed_step(
@@ -123,7 +141,7 @@ def timed_step(
     result = train_step(
         run.train_state,
         next(batches),
-        num_samples=run.config.batch.global_batch_size,
+        num_samples=run.config.schedule_samples,
         forward_step=forward_step,
         guard=guard,
         iteration=iteration,
@@ -143,9 +161,11 @@ def load_and_describe(run: Run) -> Progress:
         report.open_sinks()
     if run.start.folder is not None:
         report.say(describe_loading(config.checkpoint, run.start))
-    if run.plan is not None:
-        report.say(describe(run.plan))
+    for number, plan in enumerate(run.plans):
+        report.say(describe_stage(plan, number) if config.stages else describe(plan))
     report.say(describe_kernel(run.kernel, this_gpu() if device.gpu_properties() else None))
+    if run.train_state.disk is not None:
+        report.say(run.train_state.disk.describe())
     if run.datasets.description is not None:
         report.say(run.datasets.description)
     report.say(f"{run.train_state.describe()} | {progress.iteration} iterations done")
@@ -162,26 +182,28 @@ def compare_memory(run: Run, iteration: int) -> None:
     # The same on every rank: no GPU, or a kernel that the planner does not model.
     if measured is None or not is_planned(run.kernel):
         return
-    plan = run.plan or Plan(run.config, this_machine(run.groups))
+    plan = run.plans[run.stage] if run.plans else Plan(run.config, this_machine(run.groups))
     for line in memory_against_plan(plan.peak.num_bytes, measured):
         run.report.say(f"after iteration {iteration}: {line}")
 
 
 def evaluate_run(
     run: Run,
-    batches_of: Callable[..., Iterator[list[Batch]]],
+    get_batch: GetBatch,
     forward_step: ForwardStep,
     iteration: int,
 ) -> None:
     """Evaluate on the first validation samples and report the loss; collective over all ranks.
 
-    Every evaluation reads the same samples, so that its losses can be compared.
+    Every evaluation reads the same samples, so that its losses can be compared; with several
+    sequence lengths those of the stage's length.
     """
     eval_iters = run.config.evaluation.eval_iters
     name = f"evaluation after iteration {iteration}"
     # Forward only, so one unit per pass of a layer; a training step has several.
     run.train_state.progress.begin(name, run.layer_passes * eval_iters)
-    batches = itertools.islice(batches_of(run.datasets.valid, consumed_samples=0), eval_iters)
+    endless = global_batches(run.datasets.valid, run.config, run.groups, get_batch, 0)
+    batches = itertools.islice(endless, eval_iters)
     try:
         loss = evaluate(run.train_state, batches, forward_step=forward_step)
     except StepDropped:  # the signal ends the run next

@@ -49,11 +49,16 @@ class LogLine:
     peak_device_bytes: int
     log_throughput: bool = False
     """Add Megatron's throughput field, in Megatron's place."""
+    stage: str | None = None
+    """The stage of a run with several sequence lengths, such as 2/3."""
+    seq_length: int = 0
+    consumed_tokens: int = 0
+    """Of ``consumed_samples``."""
     loss_spikes: int | None = None
     """Since the last line; None without ``--check-for-spiky-loss``."""
 
     def __str__(self) -> str:
-        """The line. The last three fields are ours; the others are Megatron's."""
+        """The line. The fields from tokens/s on are ours; the others are Megatron's."""
         throughput = f"throughput per GPU (TFLOP/s/GPU): {self.tflops_per_gpu:.1f}"
         fields = [
             f"iteration {self.iteration:8d}/{self.train_iters:8d}",
@@ -71,6 +76,9 @@ class LogLine:
             f"model TFLOP/s/GPU: {self.tflops_per_gpu:.3f}",
             f"peak memory: {self.peak_device_bytes / 2**30:.3f} GiB",
         ]
+        if self.stage:
+            fields.append(f"stage: {self.stage} of {self.seq_length} tokens")
+            fields.append(f"consumed tokens: {self.consumed_tokens:12d}")
         if self.loss_spikes is not None:
             fields.append(f"number of loss spikes: {self.loss_spikes:3d}")
         return f" [{self.time:%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
@@ -135,7 +143,7 @@ class RunSummary:
         """A line each for iterations, losses, tokens and output paths."""
         config = self.config
         iterations = self.progress.iteration - self.start.iteration
-        tokens = iterations * config.batch.tokens
+        tokens = config.num_tokens(self.start.iteration, self.progress.iteration)
         elapsed = timedelta(seconds=round(time.monotonic() - self._began))
         lines = [
             f"iterations: {self.progress.iteration} of {config.loop.train_iters}, "
@@ -167,7 +175,7 @@ class Reporter:
     """
 
     def __init__(self, config: RunConfig, launch: Launch, *, start: Progress):
-        self._config, self._start = config, start.iteration
+        self._start = start.iteration
         loaded = iteration_folder(Path(config.checkpoint.load or ""), start.iteration)
         self.summary = RunSummary(
             config=config,
@@ -176,15 +184,22 @@ class Reporter:
             checkpoint=loaded if start.iteration else None,
         )
         self._active, self._world_size = launch.rank == 0, launch.world_size
+        self._since_line: list[IterationMetrics] = []
+        self._spikes = LossSpikes() if config.loop.check_for_spiky_loss else None
+        self._open = contextlib.ExitStack()
+        self.enter_stage(config)
+
+    def enter_stage(self, config: RunConfig) -> None:
+        """Report iterations of the batch of ``config`` from now on; a line has those of one."""
+        if self._since_line:
+            self._print_line()
+        self._config = self.summary.config = config
         # Over all ranks; divided by the world size where it is reported per GPU.
         self._flops = step_flops(
             config.model,
             seq_length=config.batch.seq_length,
             num_samples=config.batch.global_batch_size,
         )
-        self._since_line: list[IterationMetrics] = []
-        self._spikes = LossSpikes() if config.loop.check_for_spiky_loss else None
-        self._open = contextlib.ExitStack()
 
     def open_sinks(self) -> None:
         """Open the metrics sinks of rank 0; collective: an error is raised on all ranks."""
@@ -283,6 +298,11 @@ class Reporter:
         for line in str(self.summary).splitlines():
             self.say(line)
 
+    def _stage_at(self, iteration: int) -> str | None:
+        if not (stages := self._config.stages):
+            return None
+        return f"{self._config.stage_of(iteration) + 1}/{len(stages)}"
+
     def _print_line(self) -> None:
         steps, last, config = self._since_line, self._since_line[-1], self._config
         seconds = sum(step.step_seconds for step in steps)
@@ -305,6 +325,9 @@ class Reporter:
             tflops_per_gpu=len(steps) * self._flops / 1e12 / seconds / self._world_size,
             peak_device_bytes=max(step.peak_device_bytes for step in steps),
             log_throughput=config.logging.log_throughput,
+            stage=self._stage_at(last.iteration),
+            seq_length=config.batch.seq_length,
+            consumed_tokens=config.num_tokens(self.summary.start.data_start, last.iteration),
             loss_spikes=sum(step.loss_spike for step in steps) if self._spikes else None,
         )
         self._console.print(str(line))

@@ -25,6 +25,10 @@ class CheckpointSaver:
         self._saved: Progress | None = start.progress  # what a checkpoint has already
         self._pending: BackgroundSave | None = None
 
+    def enter_stage(self, config: RunConfig, train_state: TrainState) -> None:
+        """Save with the settings of another stage from now on."""
+        self._config, self._train_state = config, train_state
+
     def __enter__(self) -> "CheckpointSaver":
         return self
 

@@ -56,8 +56,9 @@ def global_batches(
     groups: ProcessGroupCollection,
     get_batch: GetBatch,
     consumed_samples: int,
+    stop: int | None = None,
 ) -> Iterator[list[Batch]]:
-    """Yield this rank's micro-batches of one optimizer step after another, without end.
+    """Yield this rank's micro-batches of one optimizer step after another.
 
     Collective over all ranks at each item: if a sample cannot be read on one rank, all ranks exit
     with its message.
@@ -68,6 +69,7 @@ def global_batches(
         groups: from ``initialize``.
         get_batch: cuts this rank's shard from a micro-batch.
         consumed_samples: samples to skip, over all data-parallel ranks.
+        stop: samples before the first one that must not be read, because its length is another.
     """
     samples = micro_batches(
         dataset,
@@ -77,6 +79,7 @@ def global_batches(
         data_parallel_size=groups.dp.size(),
         num_workers=config.data.num_workers,
         global_batch_size=config.batch.global_batch_size,
+        stop=stop,
     )
     num_micro_batches = config.batch.num_micro_batches(groups.dp.size())
 
@@ -142,7 +145,7 @@ def train_step(
     Args:
         train_state: updated in place.
         batches: this rank's micro-batches.
-        num_samples: size of the global batch, by which the schedule advances.
+        num_samples: by which the schedule advances: an iteration's, as it counts them.
         forward_step: computes the loss of a micro-batch.
         guard: checks the numbers; None makes one that checks nothing.
         iteration: counted from 1, for messages.
@@ -206,6 +209,9 @@ def compute_gradients(
     sharding = train_state.sharding
     sharding.zero_grad()
     losses = forward_backward(train_state, batches, total_weight, forward_step)
+    if train_state.disk is not None:
+        with errors_in_one_line():  # before the NaN that a failed read leaves is looked at
+            raise_on_all_ranks(train_state.disk.require_no_failure)
     with train_state.progress.phase(Phase.OPTIMIZER):
         norm = sharding.gradient_norm()
         # Tensor-parallel ranks have the same loss: the first of them counts.

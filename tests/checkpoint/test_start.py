@@ -154,7 +154,7 @@ def test_refuses_another_order_of_samples(saved, case):
         with pytest.raises(ValueError, match=message):
             find_start(kept, samples=samples)
     anew = find_start(dataclasses.replace(config, reset_data_position=True), samples=samples)
-    assert anew.progress == Progress(iteration=3, consumed_samples=0)
+    assert anew.progress == Progress(iteration=3, consumed_samples=0, data_start=3)
     assert anew.provenance.samples == samples
     tuned = find_start(dataclasses.replace(config, finetune=True), samples=samples)
     assert tuned.progress == Progress()

@@ -12,6 +12,7 @@ import torch
 import zstandard
 
 from megatron_untied.config.data import DataConfig
+from megatron_untied.data import chat_datasets
 from megatron_untied.data.chat_datasets import PADDING_DOCUMENT
 from megatron_untied.data.datasets import build_datasets
 from megatron_untied.data.loader import MicroBatchSampler
@@ -308,3 +309,15 @@ def test_a_global_batch_is_the_same_samples_and_ranks_have_even_work(size, micro
             at_once = {i for rank in ranks for i in rank[step]}
             start = step * size * micro_batch_size
             assert at_once == set(by_work[start : start + size * micro_batch_size])
+
+
+def test_tells_how_far_the_tokenizing_is(folder, tmp_path, monkeypatch, caplog):
+    """The other ranks wait meanwhile, perhaps for hours."""
+    monkeypatch.setattr(chat_datasets, "_SECONDS_BETWEEN_LINES", 0.0)
+    paths = [
+        write_chats(tmp_path / f"{n}.jsonl", [chat(3 * n + i) for i in range(3)]) for n in (0, 1)
+    ]
+    build(folder, *paths)
+    said_lines = [line for line in caplog.messages if line.startswith("tokenizing chats: ")]
+    assert said_lines[0] == f"tokenizing chats: 1 done, at {paths[0]}:1 (file 1 of 2)"
+    assert said_lines[-1] == f"tokenizing chats: 6 done, at {paths[1]}:3 (file 2 of 2)"

@@ -15,10 +15,16 @@ SEQ_LENGTH = 37
 TOKENIZER = build_tokenizer("NullTokenizer", vocab_size=100)
 
 
-def build(*data_path, num_samples=(20, 0, 0), seed=1, **fields):
+def build(*data_path, num_samples=(20, 0, 0), seq_length=SEQ_LENGTH, seed=1, lengths=(), **fields):
+    """``lengths``: further arguments of a run with several sequence lengths."""
     data = DataConfig(tokenizer_type="NullTokenizer", vocab_size=100, data_path=data_path, **fields)
     return build_datasets(
-        data, TOKENIZER, seq_length=SEQ_LENGTH, num_samples=num_samples, seed=seed
+        data,
+        TOKENIZER,
+        seq_length=seq_length,
+        num_samples=num_samples,
+        seed=seed,
+        **dict(lengths),
     )
 
 

@@ -1,14 +1,16 @@
 """Every node finds or makes the sample indices; what fails on one rank ends all with one error."""
 
 import os
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_untied.checkpoint.collective_errors import gather_rare
 from megatron_untied.config.data import DataConfig
-from megatron_untied.data import packed_documents
+from megatron_untied.data import index_cache, packed_documents
 from megatron_untied.data.datasets import build_datasets
 from megatron_untied.data.index_cache import cached_arrays
 from tests.data.test_datasets import SEQ_LENGTH, TOKENIZER
@@ -224,3 +226,28 @@ def test_arrays_are_made_once_and_mapped(tmp_path):
     assert len(made) == 1
     files = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
     assert files == ["key-a.npy", "key-b.npy", "key-checksums.npy"]
+
+
+def came_to_the_collective(group, finished) -> bool:
+    """Whether rank 0 had built when this rank came to the first collective."""
+    came = []
+
+    def build():
+        if group.rank() == 0:
+            time.sleep(0.5)
+            finished.touch()
+        return group.rank()
+
+    def gather(value):
+        came.append(finished.exists())
+        return gather_rare(value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_cache, "gather_rare", gather)
+        assert index_cache.in_turns(build) == group.rank()
+    return came[0]
+
+
+def test_ranks_wait_for_a_builder_outside_of_collectives(tmp_path):
+    """Those have a timeout, and tokenizing chats may take hours."""
+    assert run_on_ranks(came_to_the_collective, 2, tmp_path / "finished") == [True, True]

@@ -6,6 +6,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_untied.data.indexed_files import fingerprint_of, open_indexed_files
+from megatron_untied.data.indexed_writer import IndexedWriter
+from tests.data.test_datasets import build
 from tests.support.corpus import write_token_files
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6]]
@@ -113,3 +115,37 @@ def test_rejects_negative_tokens(tmp_path):
     prefix = write_token_files(tmp_path / "negative", [[1, -2]], np.int32)
     with pytest.raises(ValueError, match="holds token -2"):
         open_indexed_files(prefix, vocab_size=6)
+
+
+def test_more_tokens_than_32_bits_count(tmp_path):
+    """In a sparse file: three documents of zeros, then one that begins after 3 Gi tokens."""
+    prefix, tail = str(tmp_path / "sparse"), np.arange(1, 5000, dtype=np.uint16) % 97 + 1
+    writer = IndexedWriter(prefix, np.uint16)
+    builder = writer._builder
+    for length in [1 << 30] * 3:
+        builder.data_file.seek(2 * length, os.SEEK_CUR)
+        builder.sequence_lengths.append(length)
+        builder.document_indices.append(len(builder.sequence_lengths))
+        writer.num_documents += 1
+    writer.add(tail)
+    writer.finish()
+    writer.publish()
+    files = open_indexed_files(prefix, vocab_size=101)
+    assert len(files.tokens) == (3 << 30) + len(tail)
+    length = 1 << 20
+    train = build(prefix, split="1", num_samples=(1, 0, 0), seq_length=length).train
+    assert len(train) == 3 << 10
+    rows = train.sample_index.astype(np.int64)
+    starts = np.concatenate([[0], files.lengths[train.document_index].cumsum(dtype=np.int64)])
+    places = starts[rows[:, 0]] + rows[:, 1]
+    assert places.tolist() == [length * n for n in range((3 << 10) + 1)]
+    # The sample that the last document begins in, wherever the shuffle has put both.
+    nth = train.document_index.tolist().index(3)
+    first = int(np.searchsorted(places, starts[nth], side="right")) - 1
+    sample = train[train.shuffle_index.tolist().index(min(first, len(train) - 1))]
+    at = int(starts[nth] - places[min(first, len(train) - 1)])
+    found = np.concatenate([sample["tokens"].numpy(), sample["labels"].numpy()[-1:]])
+    count = min(len(tail), length + 1 - at)
+    assert count > 1000
+    assert (found[at : at + count] == tail[:count]).all()
+    assert not found[:at].any()

@@ -18,7 +18,9 @@ class Numbered(Dataset):
         return {name: torch.full((3,), index) for name in fields} | {"dataset_id": 0}
 
 
-def order(num_batches, *, rank=0, size=1, micro_batch_size=2, consumed_samples=0, num_workers=0):
+def order(
+    num_batches, *, rank=0, size=1, micro_batch_size=2, consumed_samples=0, num_workers=0, stop=None
+):
     batches = micro_batches(
         Numbered(),
         consumed_samples=consumed_samples,
@@ -26,6 +28,7 @@ def order(num_batches, *, rank=0, size=1, micro_batch_size=2, consumed_samples=0
         data_parallel_rank=rank,
         data_parallel_size=size,
         num_workers=num_workers,
+        stop=stop,
     )
     return [batch["tokens"][:, 0].tolist() for batch in islice(batches, num_batches)]
 
@@ -84,3 +87,12 @@ def test_the_runs_random_numbers_are_left_alone():
     order(2)
     order(2, num_workers=1)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_is_read_after_a_stop(num_workers, rank):
+    """Samples of another length begin there, and workers would read them ahead."""
+    sizes = {"size": 2, "num_workers": num_workers, "consumed_samples": 8, "stop": 16}
+    batches = [[8, 9], [12, 13]] if rank == 0 else [[10, 11], [14, 15]]
+    assert order(10, rank=rank, **sizes) == batches

@@ -157,3 +157,27 @@ def test_does_not_cut_what_looks_far(tmp_path, pre_tokenizer):
 )
 def test_does_not_cut_sentencepiece_that_is_not_local(tmp_path, flags):
     assert parts_encoder(sentencepiece_model(tmp_path, **flags), parse_special_tokens=False) is None
+
+
+class Counting:
+    """A tokenizer that counts the characters that it is given."""
+
+    def __init__(self, backend):
+        self.backend, self.num_characters = backend, 0
+
+    def encode(self, text, **arguments):
+        self.num_characters += len(text)
+        return self.backend.encode(text, **arguments)
+
+
+@pytest.mark.parametrize("word", [5, 350, 5000])
+def test_every_character_is_encoded_at_most_twice(monkeypatch, tmp_path, word):
+    """So a text of any length takes linear time, also where words are longer than a part."""
+    monkeypatch.setattr(long_texts, "PART_CHARACTERS", 400)
+    monkeypatch.setattr(long_texts, "_MARGIN_CHARACTERS", 40)
+    library = bpe(tmp_path, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    backend = Counting(library._tokenizer.tokenizer.backend_tokenizer)
+    text = " ".join(["a b", "c" * word] * (20_000 // word))
+    parts = list(long_texts._at_words(text, backend))
+    assert [id_ for _, ids in parts for id_ in ids] == library.tokenize(text)
+    assert len(text) <= backend.num_characters <= 2 * len(text) + 400

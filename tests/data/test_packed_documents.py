@@ -1,6 +1,8 @@
 """Where documents begin in samples, and tokens that are not in the vocabulary."""
 
+import gc
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from megatron_untied.data import indexed_files
 from megatron_untied.data.loader import micro_batches
+from megatron_untied.platform.device import fields_of
 from tests.data.test_datasets import SEQ_LENGTH, TOKENIZER, build
 from tests.support.corpus import write_token_files
 
@@ -136,3 +139,26 @@ def test_an_error_of_a_worker_is_the_error_itself(tmp_path, few_checked, num_wor
     )
     with pytest.raises(ValueError, match=r"^--data-path .* holds token 101[^\n]*$"):
         list(itertools.islice(batches, 10))
+
+
+def peak_above_now(action) -> int:
+    """Bytes by which the peak of resident memory during ``action`` is above that before it."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what is resident now
+    before = fields_of(Path("/proc/self/status"))["VmRSS:"]
+    action()
+    return 1024 * (int(fields_of(Path("/proc/self/status"))["VmHWM:"]) - int(before))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sample_takes_memory_in_proportion_to_its_tokens(tmp_path, masked):
+    """At 5 Mi and at 10 Mi tokens of many documents: 20 bytes each are returned."""
+    length = 10 << 20
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 2000, 2 * length // 1000)
+    tokens = rng.integers(0, 100, int(lengths.sum()), dtype=np.uint16)
+    prefix = write_token_files(tmp_path / "data", np.split(tokens, lengths.cumsum()[:-1]))
+    flags = RESET if masked else {}
+    for size in (length // 2, length):
+        train = build(prefix, split="1", num_samples=(1, 0, 0), seq_length=size, **flags).train
+        assert 15 * size < peak_above_now(lambda data=train: data[0]) < 60 * size

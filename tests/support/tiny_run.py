@@ -8,6 +8,7 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron_untied.context_parallel.sequence import SequenceLayout
+from megatron_untied.sharding.interface import ModelProvider
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.training.initialize import Launch, initialize
 from megatron_untied.training.loop import pretrain
@@ -30,13 +31,14 @@ def train(
     group: dist.ProcessGroup,
     metrics: Path | None = None,
     get_batch: GetBatch | None = None,
+    model_provider: ModelProvider = pretrain_gpt.model_provider,
     **changes: object,
 ) -> None:
     """Pretrain on the ranks of ``group``; ``changes`` are flags."""
     pretrain(
         tiny_config(group.size(), metrics_jsonl=metrics, **changes),
         launch_of(group),
-        model_provider=pretrain_gpt.model_provider,
+        model_provider=model_provider,
         datasets_provider=pretrain_gpt.datasets_provider,
         get_batch=get_batch or unevenly_masked_batch,
         forward_step=pretrain_gpt.forward_step,

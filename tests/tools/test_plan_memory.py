@@ -175,3 +175,75 @@ def test_no_context_at_all(capsys):
     huge = f"{HAND_PICKED} --num-layers 99 --hidden-size 16384 --kv-channels 128"
     assert plan.main([*huge.split(), "--max-context", "--host-memory-gib", "64"]) == 1
     assert "longest context with the best flags: none fits" in capsys.readouterr().out
+
+
+STAGES = (
+    "--model llama3-8b --bf16 --context-parallel-size 8 --use-torch-fsdp2 --cp-heads-per-chunk 8 "
+    "--recompute-granularity selective --loss-chunk-size 8192 --max-position-embeddings 4Mi "
+    "--train-iters 300 --global-batch-size 128 --keep-batch-tokens"
+).split()
+
+
+def test_every_stage_of_a_schedule_is_planned_as_a_run_of_its_length(capsys):
+    schedule = "0:8192,100:262144:rotary-base=4e6,200:524288"
+    assert plan.main([*STAGES, "--seq-length-schedule", schedule]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("fits: stage 1 of 3, after iteration 0: 128 x 8,192 tokens, --cp-he")
+    assert lines[2].startswith("fits: stage 3 of 3, after iteration 200: 2 x 524,288 tokens")
+    assert "524,288 tokens, H = " in " ".join(lines[3:6])  # the tables are of the largest stage
+    assert plan.main([*STAGES, "--seq-length-schedule", schedule, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seq_length"] == 524288
+    for stage, samples in zip(found["stages"], (128, 4, 2), strict=True):
+        alone = ["--seq-length", str(stage["seq_length"]), "--global-batch-size", str(samples)]
+        alone = [*STAGES, *alone, "--json", "-"]
+        alone.remove("--keep-batch-tokens")
+        assert plan.main(alone) == 0
+        expected = json.loads(capsys.readouterr().out)
+        for name in ("device", "host", "step"):
+            assert stage[name] == expected[name]
+
+
+def test_a_stage_that_does_not_fit_gets_flags_that_make_it_fit(capsys):
+    schedule = "0:8192,100:1048576"
+    flags = [*STAGES, "--gpu", "a100-40", "--seq-length-schedule", schedule]
+    assert plan.main(flags) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("fits: stage 1 of 2")
+    assert "\ndoes not fit: stage 2 of 2, after iteration 100: 1 x 1,048,576 tokens" in said
+    assert "\nwould fit with --" in said
+
+
+def test_stages_share_automatic_settings_but_for_chunks_of_heads(capsys):
+    """The short stage takes all heads in one exchange."""
+    auto = ["--cp-heads-per-chunk", "auto", "--recompute-granularity", "auto"]
+    flags = [*STAGES, *auto, "--gpu", "a100-40", "--cpu-offloading-num-layers", "all"]
+    assert plan.main([*flags, "--seq-length-schedule", "0:8192,100:1048576"]) == 0
+    chosen, chunks = set(), []
+    for line in capsys.readouterr().out.splitlines()[:2]:
+        settings = line.partition(" tokens, ")[2].partition(" | ")[0]
+        chunks.append(int(re.search(r"--cp-heads-per-chunk (\d+)", settings)[1]))
+        chosen.add(re.sub(r"--cp-heads-per-chunk \d+", "", settings))
+    (shared,) = chosen
+    assert "--recompute-granularity" in shared
+    assert chunks[0] > chunks[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-context"], "--max-context searches one length, and --seq-length-schedule has"),
+        (["--train-iters", "100"], "stage 2: it starts after iteration 100, and --train-iters is"),
+    ],
+)
+def test_refuses_a_schedule_that_cannot_be_planned(capsys, flags, message):
+    assert plan.main([*STAGES, "--seq-length-schedule", "0:8192,100:65536", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_chats_without_files_are_asked_for(capsys):
+    """And mock data, which chats do not have, are not spoken of."""
+    assert plan.main([*FITS, "--sft", "--tokenizer-type", "HuggingFaceTokenizer"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --sft needs --data-path, which names files of chats; give it\n"
+    )

@@ -299,3 +299,71 @@ def test_runs_as_a_script():
     done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--on-bad-line {error,skip,replace}" in done.stdout
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A folder, and a git repository that tracks some of its files."""
+    texts = {
+        "plain/b.py": "b = 1",
+        "plain/a/z.txt": "zed\n",
+        "plain/a-b.txt": "",
+        "plain/.hidden": "no",
+        "repository/src/main.c": "int main;\n",
+        "repository/.github/ci.yml": "on: push\n",
+        "repository/build/out.txt": "not tracked",
+        "repository/README": "<s> is text",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "plain/image.png").write_bytes(b"\x89PNG\x00\xff")
+    (tmp_path / "plain/link.py").symlink_to("b.py")
+    for command in ("init -q", "add README src .github"):
+        subprocess.run(["git", "-C", str(tmp_path / "repository"), *command.split()], check=True)
+    return tmp_path / "plain", tmp_path / "repository"
+
+
+def test_a_folder_or_repository_is_one_document(run, folders, tmp_path, tokenizer_model, capsys):
+    plain, repository = folders
+    jsonl = write_jsonl(tmp_path / "more.jsonl", ["one", "two"])
+    flags = ["--join-folders", "--input", str(repository), str(jsonl), str(plain)]
+    prefix = run("joined", *flags, corpus=plain)
+    tokenizer = build_tokenizer("SentencePieceTokenizer", model=tokenizer_model)
+    found = [tokenizer.detokenize(ids.tolist()) for ids in IndexedDataset(prefix)]
+    assert found == [
+        "=== .github/ci.yml ===\non: push\n=== README ===\n<s> is text\n"
+        "=== src/main.c ===\nint main;\n",
+        "one",
+        "two",
+        "=== a/z.txt ===\nzed\n=== a-b.txt ===\n\n=== b.py ===\nb = 1\n",
+    ]
+    assert (
+        "2 folders are a document each: 6 text files, 1 left out that are no UTF-8 text, the first "
+        f"is {plain}/image.png" in " ".join(capsys.readouterr().out.split())
+    )
+    assert contents(run("again", *flags, "--workers", "2", corpus=plain)) == contents(prefix)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (["plain/b.py"], "--join-folders has no effect without a folder in --input"),
+        (["plain", "plain/b.py"], "b.py and also what holds it or is in it"),
+        (["plain/b.py", "plain"], "plain and also what holds it or is in it"),
+        (["plain", "plain/../plain"], "twice"),
+        (["empty"], "empty has no files; leave it out"),
+    ],
+)
+def test_refuses_folders_that_cannot_be_documents(run, folders, tmp_path, inputs, message):
+    (tmp_path / "empty").mkdir()
+    paths = [str(tmp_path / name) for name in inputs]
+    with pytest.raises(SystemExit, match=message):
+        run("joined", "--join-folders", "--input", *paths, corpus=folders[0])
+
+
+def test_says_why_git_does_not_list_a_repository(run, folders):
+    _, repository = folders
+    (repository / ".git" / "HEAD").unlink()
+    with pytest.raises(SystemExit, match=f"git cannot list {repository}: fatal: "):
+        run("joined", "--join-folders", corpus=repository)

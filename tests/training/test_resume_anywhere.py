@@ -48,6 +48,9 @@ CHANGES = {
     "nothing": [(2, FULL | OFFLOAD | CONTEXT | layers("selective", 2))] * 3,
 }
 
+ORDINARY = ("tp", "sharding", "nothing")
+"""Of every kind of layout one; the others are slow tests."""
+
 
 def other_implementation() -> backends.Backend:
     """In place of transformer-engine, which needs a GPU: torch's own norms."""
@@ -105,7 +108,13 @@ def uninterrupted(prefixes, tmp_path_factory):
     return steps, run_on_ranks(final_state, 1, folder)[0]
 
 
-@pytest.mark.parametrize("change", list(CHANGES))
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, marks=() if change in ORDINARY else pytest.mark.slow)
+        for change in CHANGES
+    ],
+)
 def test_a_run_that_is_resumed_in_other_ways_is_the_same_run(
     change, prefixes, uninterrupted, tmp_path
 ):

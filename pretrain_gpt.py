@@ -32,7 +32,7 @@ from megatron_untied.context_parallel.sequence import SequenceInfo, SequenceLayo
 from megatron_untied.data.datasets import Datasets, build_datasets
 from megatron_untied.data.tokenizers import build_tokenizer
 from megatron_untied.gpt_model import ChunkedLossGPTModel
-from megatron_untied.model import Runtime, attention_kernel, build_model
+from megatron_untied.model import build_run_model
 from megatron_untied.platform import device
 from megatron_untied.training.errors import print_error_once
 from megatron_untied.training.initialize import errors_in_one_line, read_launch
@@ -42,16 +42,7 @@ from megatron_untied.training.step import Batch
 
 def model_provider(config, groups, progress) -> ChunkedLossGPTModel:
     """This rank's share of the model, its weights not drawn yet; it reports to ``progress``."""
-    return build_model(
-        config.model,
-        config.parallel,
-        config.memory,
-        config.precision,
-        groups,
-        runtime=Runtime(kernel=attention_kernel(config), progress=progress),
-        transformer_impl=config.transformer_impl,
-        adaptation=config.adaptation,
-    )
+    return build_run_model(config, groups, progress)
 
 
 def datasets_provider(config, start: Progress) -> Datasets:

@@ -270,7 +270,7 @@ def streamed_layers(
         workspace=Workspace(),
     )
     backend = choose_backend(config.transformer_impl, config.normalization)
-    arena = HostArena.for_device(current_device())
+    arena = HostArena.for_device(current_device(), memory)
     # One context and one store for all layers: they take turns in the same buffers, and a layer's
     # input may be recomputed from one kept several layers before.
     spec = layer_spec(config, backend, context, memory, arena)

@@ -21,8 +21,7 @@ was checked for megatron-core 0.16.1; recheck them when the pin moves.
   always builds one. Our self-attention never calls it.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,7 +38,11 @@ from typing_extensions import override
 from megatron_untied.context_parallel.self_attention import AttentionContext
 from megatron_untied.context_parallel.sequence import SequenceInfo
 from megatron_untied.dtypes import accumulation_dtype
-from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
+from megatron_untied.loss.chunked_cross_entropy import (
+    TokenScores,
+    chunked_cross_entropy,
+    token_scores,
+)
 from megatron_untied.phases import MemoryCategory, Phase, allocating
 from megatron_untied.residual import Rows
 from megatron_untied.step_progress import StepProgress
@@ -68,13 +71,12 @@ class ChunkedLossGPTModel(GPTModel):
             self.embedding.__class__ = TiledEmbedding
             self.embedding.store, self.embedding.tiles = self.store, first.tiles
         self.loss = Loss(
-            functools.partial(
-                chunked_cross_entropy,
-                vocab_size=logical_vocab_size,
-                chunk_size=loss_chunk_size,
-                tp_group=self.pg_collection.tp,
-                sequence_parallel=self.config.sequence_parallel,
-            ),
+            {
+                "vocab_size": logical_vocab_size,
+                "chunk_size": loss_chunk_size,
+                "tp_group": self.pg_collection.tp,
+                "sequence_parallel": self.config.sequence_parallel,
+            },
             attention_context.progress,
         )
 
@@ -88,7 +90,7 @@ class ChunkedLossGPTModel(GPTModel):
         labels: Tensor | None = None,
         token_weights: Tensor | None = None,
         sequence: SequenceInfo | None = None,
-    ) -> Tensor:
+    ) -> Tensor | TokenScores:
         """The weighted sum of this rank's token losses, an fp32 scalar; without labels, logits.
 
         Args:
@@ -100,6 +102,8 @@ class ChunkedLossGPTModel(GPTModel):
 
         Returns:
             The loss, fp32 [], the same on every tensor-parallel rank; or logits [b, n, padded v/t].
+            With labels and no ``token_weights``, loss and prediction of each token, which have no
+            gradient.
         """
         return super().forward(
             tokens, None, None, labels=labels, loss_mask=token_weights, packed_seq_params=sequence
@@ -188,25 +192,31 @@ class _TiledLookup(torch.autograd.Function):
 class Loss(nn.Module):
     """A loss as a module, so that full sharding can gather the output matrix for the call."""
 
-    def __init__(self, cross_entropy: Callable[..., Tensor], progress: StepProgress):
+    def __init__(self, settings: Mapping[str, Any], progress: StepProgress):
+        """``settings``: arguments of :func:`chunked_cross_entropy`."""
         super().__init__()
-        self.cross_entropy, self.progress = cross_entropy, progress
+        self.settings, self.progress = settings, progress
 
     def forward(
         self,
         hidden: Tensor,
         head: nn.Module,
         labels: Tensor,
-        token_weights: Tensor,
+        token_weights: Tensor | None,
         norm: nn.Module,
-    ) -> Tensor:
+    ) -> Tensor | TokenScores:
         """[n, b, m] and labels [b, n] -> loss []; see :func:`chunked_cross_entropy`.
 
-        ``head.weight`` is the output matrix, [padded v/t, m]. It is read in here, since FSDP2
-        gathers it on entry: a tensor passed by the caller would be this rank's rows alone.
+        Without weights :func:`token_scores`. ``head.weight`` is the output matrix, [padded v/t, m].
+        It is read in here, since FSDP2 gathers it on entry: a tensor passed by the caller would be
+        this rank's rows alone.
         """
         with self.progress.phase(Phase.LOSS):
-            return self.cross_entropy(hidden, head.weight, labels, token_weights, norm=norm)
+            if token_weights is None:
+                return token_scores(hidden, head.weight, labels, norm=norm, **self.settings)
+            return chunked_cross_entropy(
+                hidden, head.weight, labels, token_weights, norm=norm, **self.settings
+            )
 
 
 def deferred(norm: type[nn.Module]) -> type[nn.Module]:

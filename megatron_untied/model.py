@@ -62,7 +62,7 @@ class Runtime:
     kernel: AttentionKernel | None = None
     """Computes attention."""
     arena: HostArena | None = None
-    """Where streamed layers store what is offloaded to the host."""
+    """Where streamed layers store what is offloaded to the host, and on to disks."""
     progress: StepProgress | None = None
     """Receives the phases of a step; None for a model that another training loop runs."""
 
@@ -90,7 +90,7 @@ def build_model(
         head_width=model.kv_channels,
         window=model.window_size,
     )
-    arena = runtime.arena or HostArena.for_device(current_device())
+    arena = runtime.arena or HostArena.for_device(current_device(), memory)
     backend = choose_backend(transformer_impl, model.normalization)
     config = transformer_config(model, parallel, precision, transformer_impl)
     context = attention_context(model, parallel, groups, kernel, runtime.progress)
@@ -122,6 +122,22 @@ def build_model(
     for name, parameter in built.named_parameters():
         parameter.requires_grad_(adaptation.trains(name))
     return built
+
+
+def build_run_model(
+    config: RunConfig, groups: ProcessGroupCollection, progress: StepProgress
+) -> ChunkedLossGPTModel:
+    """The model of the run ``config``, which records its phases in ``progress``."""
+    return build_model(
+        config.model,
+        config.parallel,
+        config.memory,
+        config.precision,
+        groups,
+        runtime=Runtime(kernel=attention_kernel(config), progress=progress),
+        transformer_impl=config.transformer_impl,
+        adaptation=config.adaptation,
+    )
 
 
 def attention_kernel(config: RunConfig) -> AttentionKernel:

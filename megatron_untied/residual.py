@@ -20,6 +20,8 @@ class Rows:
     """
 
     is_on_host = False
+    host_slots: Sequence = ()
+    """The host memory of the rows: of a type that :class:`.streaming.host_tensors.HostRows` has."""
 
     def __init__(self, tensor: Tensor):
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device

@@ -1,4 +1,4 @@
-"""Every command of the guides to 1M tokens and to chats, in order, rehearsed with a tiny model."""
+"""Every command of the guides to 1M tokens, chats and evaluation, in order, with a tiny model."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron_untied.checkpoint.directory import latest_iteration
-from tests.test_readme import commands, run
+from tests.test_readme import ROOT, commands, run
 
 
 @pytest.mark.timeout(900)  # a minute when the machine is idle
@@ -58,3 +58,15 @@ def test_every_command_of_the_guide_to_chats(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(folder / "Llama-3.1-8B-merged").num_parameters()
     tokenizer = AutoTokenizer.from_pretrained(folder / "Llama-3.1-8B-chat")
     assert tokenizer.chat_template
+
+
+@pytest.mark.timeout(900)  # half a minute when the machine is idle
+def test_every_command_of_the_guide_to_evaluation(tmp_path):
+    for name in ("tools", "pretrain_gpt.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    said = [run(command, tmp_path) for command in commands("docs/evaluate_context.md")]
+    assert "far context is worth" in said[2]
+    assert "no leak: random tokens cost" in said[2]
+    report = json.loads((tmp_path / "copy/context/context.json").read_text())
+    assert {"documents", "passkey", "needles", "copy"} < set(report)
+    assert re.search(r"loader +[\d,]+ tokens/s", said[3])

@@ -57,7 +57,13 @@ WITH_COMMANDS = tuple(
     name
     for name in DOCUMENTS
     # test_guide.py runs them
-    if name not in ("docs/extend_llama_to_1m.md", "docs/fine_tune_on_chats.md", "docs/one_gpu.md")
+    if name
+    not in (
+        "docs/extend_llama_to_1m.md",
+        "docs/fine_tune_on_chats.md",
+        "docs/evaluate_context.md",
+        "docs/one_gpu.md",
+    )
 )
 
 
@@ -164,6 +170,8 @@ OF_OTHER_PROGRAMS = {
         "--resume",
         "--dtype",
         "--histogram",
+        *("--output", "--tasks", "--lengths", "--depths", "--trials"),
+        *("--num-documents", "--window-tokens"),
     ),  # tools'
 }
 

@@ -74,6 +74,16 @@ def tokens(value: str) -> int:
     return count(str(power_of_two))
 
 
+def folders(value: str) -> tuple[str, ...]:
+    """Parse DIR[,DIR...]."""
+    found = tuple(folder.strip() for folder in value.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{value!r} has an empty folder; give DIR or DIR,DIR")
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{value!r} has a folder twice; give each disk once")
+    return found
+
+
 def all_or(number: Callable[[str], int], *words: str) -> Callable[[str], int | str]:
     """A parser of one of ``words``, or of what ``number`` parses."""
 

@@ -13,6 +13,7 @@ from megatron_untied.cli.flag_values import (
     all_or,
     amount,
     count,
+    folders,
     index,
     integer,
     preset,
@@ -278,6 +279,24 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             0,
             metavar="N|all|auto",
             help="layers whose saved activations are offloaded to the host",
+        ),
+        flag(
+            "--activation-disk",
+            folders,
+            (),
+            metavar="DIR[,DIR...]",
+            help="folders on local disks, to which offloaded activations go on from the host",
+        ),
+        flag(
+            "--activation-disk-gib",
+            real(1e-6, 1e9),
+            metavar="N",
+            help="GiB per rank stored there at most; the rest stays on the host (no limit)",
+        ),
+        switch(
+            "--no-activation-disk-checksums",
+            "do not compare what is read from the disks with the checksum of what was written",
+            off="activation_disk_checksums",
         ),
         switch("--park-during-attention", "keep the residual, its gradient, dK and dV on the host"),
         flag(

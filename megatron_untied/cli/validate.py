@@ -103,6 +103,11 @@ def _memory(config: RunConfig) -> Iterator[str]:
             f"--cpu-offloading-num-layers {offloaded} is more than --num-layers {layers}; "
             f"use {layers}, or all"
         )
+    if config.memory.activation_disk and not offloaded:
+        yield (
+            "--activation-disk has no effect with --cpu-offloading-num-layers 0: what is offloaded "
+            f"to the host goes on to the disk; give {layers}, or all"
+        )
     kept, granularity = config.memory.attention_output_layers, config.memory.recompute_granularity
     if granularity == "full" and kept not in (None, 0):
         yield (

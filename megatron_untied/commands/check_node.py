@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -45,6 +45,8 @@ class Node:
     (``os_lock_user_pages`` in open-gpu-kernel-modules); InfiniBand's verbs ask it."""
     shared_memory_gib: float = 0.0
     """/dev/shm: samples of the data loader's workers, and NCCL's transport between processes."""
+    activation_disk_gib: float = 0.0
+    """Free in the folders of ``--activation-disk``."""
 
 
 AMOUNTS = {
@@ -63,6 +65,10 @@ AMOUNTS = {
         "--ulimit memlock=-1",
     ),
     "shared_memory_gib": ("GiB in /dev/shm", "docker run --ipc=host, or --num-workers 0"),
+    "activation_disk_gib": (
+        "GiB for --activation-disk",
+        "give folders that exist on larger disks, or a smaller --activation-disk-gib",
+    ),
 }
 """By field of :class:`Node`: its name in messages, and the remedy if there is too little."""
 
@@ -79,6 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = " ".join(argv).replace("--distributed-backend=", "--distributed-backend ")
     on_cpus = "--distributed-backend gloo" in words
     needed, found = needs_of(plan, on_cpus=on_cpus), this_node()
+    if plan.activation_disk is not None:
+        disk = plan.activation_disk
+        needed = replace(needed, activation_disk_gib=disk.node_bytes / GIB)
+        found = replace(found, activation_disk_gib=disk.free_bytes() / GIB)
     print("\n".join(table(needed, found)))
     lines = list(shortfalls(needed, found))
     # After the table, so that a log has the amounts above the errors.

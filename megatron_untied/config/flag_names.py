@@ -8,6 +8,7 @@ IRREGULAR_FLAGS = {
     "stages": "--seq-length-schedule",
     "distributed.backend": "--distributed-backend",
     "distributed.timeout_minutes": "--distributed-timeout-minutes",
+    "activation_disk_checksums": "--no-activation-disk-checksums",
     "check_for_nan": "--no-check-for-nan-in-loss-and-grad",
     "exit_on_failed_save": "--no-exit-on-failed-save",
     "load_optim": "--no-load-optim",

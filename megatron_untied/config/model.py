@@ -116,6 +116,13 @@ class MemoryConfig:
     """Layers per checkpoint group, of which only the first input is saved."""
     cpu_offloading_num_layers: int | Literal["auto"] = 0
     """Layers whose saved activations are offloaded to the host."""
+    activation_disk: tuple[str, ...] = ()
+    """Folders on local disks; the saved activations of those layers go on from the host to there,
+    except for the last two. Each rank stripes its own over all folders."""
+    activation_disk_gib: float | None = None
+    """The most that a rank stores there: later layers stay on the host. None is no limit."""
+    activation_disk_checksums: bool = True
+    """Compare what is read from the disk with the crc32 of what was written."""
     park_during_attention: bool | Literal["auto"] = False
     """Keep the residual, its gradient, attention outputs and dK and dV on the host, from where they
     pass the device by tiles and by chunks of heads."""

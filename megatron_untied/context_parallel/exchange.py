@@ -159,6 +159,9 @@ class HeadChunks:
     :mod:`megatron_untied.streaming.host_tensors` keeps them in host memory.
     """
 
+    host_slots: Sequence = ()
+    """That host memory."""
+
     def __init__(self, storage: Tensor, layout: HeadChunkLayout):
         """``storage``: flat, ``layout.numel`` elements."""
         self.layout, self.dtype, self.device = layout, storage.dtype, storage.device

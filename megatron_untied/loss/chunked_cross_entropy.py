@@ -113,6 +113,57 @@ def chunked_cross_entropy(
     return _ChunkedCrossEntropy.apply(*inputs, *norm_parameters)
 
 
+class TokenScores(NamedTuple):
+    """What a model predicts of each token, and how well."""
+
+    losses: Tensor
+    """[b, n] fp32: cross-entropy of the label, in nats."""
+    predictions: Tensor
+    """[b, n] int64: the most probable token; of several the lowest."""
+
+
+@torch.no_grad()
+def token_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    chunk_size: int | None = None,
+    tp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    norm: nn.Module | None = None,
+) -> TokenScores:
+    """Cross-entropy and argmax of every token, equal on every TP rank; nothing is overwritten.
+
+    No more than a chunk of the logits is materialized, as in :func:`chunked_cross_entropy`, which
+    has the arguments' meaning and the errors. Every label must be in the vocabulary. Collective
+    over ``tp_group``.
+    """
+    split = VocabularySplit.of(
+        weight, vocab_size=vocab_size, group=tp_group, sequence_parallel=sequence_parallel
+    )
+    everything = torch.ones_like(labels, dtype=torch.float32)
+    _check_shapes(hidden, labels, everything, split)
+    _check_labels(labels, everything, vocab_size)
+    labels_by_row = split.by_hidden_row(labels)
+    losses = torch.empty_like(labels_by_row, dtype=accumulation_dtype(hidden.dtype))
+    predictions = torch.empty_like(labels_by_row)
+    rows = Rows.of(hidden.detach()).flat()  # [n * b, m], or their part of this rank
+    chunks = tiles_of(rows.shape[0], _rows_per_chunk(hidden, chunk_size, split))
+    for chunk, x in zip(chunks, rows.tiles(chunks), strict=True):
+        y = split.gather(x if norm is None else norm.normalize(x))  # [c, m]
+        with allocating(MemoryCategory.LOGITS):
+            logits = _logits(y, weight[: split.num_columns])  # [c, columns], fp32
+        best = split.argmax(logits)  # before the logits become exponentials
+        column, owned = split.column_of(labels_by_row[:, chunk.local].flatten())
+        of_chunk, _ = _cross_entropy_(logits, column, owned, split)
+        losses[:, chunk.local] = of_chunk.view(len(losses), -1)
+        predictions[:, chunk.local] = best.view(len(losses), -1)
+        del logits  # the next chunk's are as large
+    return TokenScores(*(split.by_token(x, labels.shape[0]) for x in (losses, predictions)))
+
+
 class _Inputs(NamedTuple):
     """What the loss is computed from; in the order of :class:`_ChunkedCrossEntropy`."""
 

@@ -51,6 +51,10 @@ class VocabularySplit:
         """Reorder values per token to hidden rows: [b, n] -> [blocks, n/blocks * b]."""
         return x.t().reshape(self.num_token_blocks, -1)
 
+    def by_token(self, x: Tensor, b: int) -> Tensor:
+        """The inverse of :meth:`by_hidden_row`: [blocks, n/blocks * b] -> [b, n]."""
+        return x.reshape(-1, b).t()
+
     def column_of(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Each label's column in this rank's logits, int64 [c], and whether it is there, bool [c].
 
@@ -82,6 +86,18 @@ class VocabularySplit:
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Token of the largest logit over all ranks, the lowest of several: int64 [c]. Collective.
+
+        ``logits``: this rank's columns, [c, columns].
+        """
+        value, column = logits.max(1)  # of equal ones the first
+        best = self.max_(value.clone())
+        token = (column + self.first_column).where(value == best, torch.iinfo(torch.int64).max)
+        if self.group is not None:
+            dist.all_reduce(token, dist.ReduceOp.MIN, self.group)
+        return token
 
     def sum_product_(self, rows: Tensor, a: Tensor, b: Tensor) -> None:
         """Sum ``a @ b``, [c, m], over the ranks; ``rows`` [c/blocks, m] receives its own part."""

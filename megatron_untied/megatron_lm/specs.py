@@ -94,7 +94,7 @@ class ModelContext:
             config.num_layers,
             options.memory,
             self.attention.workspace,
-            HostArena.for_device(current_device()),
+            HostArena.for_device(current_device(), options.memory),
         )
         # Under sequence parallelism hidden states are [n/t, b, m], and attention gathers them.
         self._gathered = groups.tp.size() if config.sequence_parallel else 1

@@ -44,8 +44,11 @@ def attention_sizes(geometry: Geometry, rank: int) -> Sizes:
 _taken: dict[tuple, dict] = {}
 
 
-def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
-    """The plan of a Ulysses rank's streamed layers; ``host_bytes()`` is its host arena."""
+def memory_plan(geometry: Geometry, rank: int, *, evaluates: bool = False) -> MemoryPlan:
+    """The plan of a Ulysses rank's streamed layers; ``host_arena()`` counts host and disk.
+
+    ``evaluates``: there is no backward.
+    """
     memory, config = geometry.config.memory, geometry.config
     first = first_layer_with_backward(config.model, config.adaptation)
     own_rows = geometry.residual_tokens // geometry.b
@@ -59,7 +62,9 @@ def memory_plan(geometry: Geometry, rank: int) -> MemoryPlan:
     known = (id(geometry.schedule), rank, geometry.n, geometry.b, geometry.d, geometry.num_ring)
     known += (sizes.attention.dtype, *sizes.residual, sizes.tile_size, sizes.tile_rows)
     taken = _taken.setdefault((*known, sizes.loss_tokens), {})
-    return MemoryPlan(sizes, ActivationPolicy.of(memory, geometry.num_layers, first), taken)
+    policy = ActivationPolicy.of(memory, geometry.num_layers, first)
+    policy = policy.without_backward() if evaluates else policy
+    return MemoryPlan(sizes, policy, memory, taken)
 
 
 def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ...]]:
@@ -160,9 +165,9 @@ class StreamedActivations:
     kernel: KernelBuffers
 
     @classmethod
-    def of(cls, geometry: Geometry, rank: int) -> "StreamedActivations":
-        """Of one Ulysses rank."""
-        plan = memory_plan(geometry, rank)
+    def of(cls, geometry: Geometry, rank: int, *, evaluates: bool = False) -> "StreamedActivations":
+        """Of one Ulysses rank; see :func:`memory_plan`."""
+        plan = memory_plan(geometry, rank, evaluates=evaluates)
         return cls(
             geometry=geometry,
             policy=plan.policy,

@@ -1,7 +1,7 @@
-"""What a run's checkpoints take on disk: bytes of one, how many there are at a time, what is free.
+"""What a run takes on disk: checkpoints, and saved activations.
 
-Weights and both moments are stored in fp32, without the padding of the vocabulary, whatever the
-ranks and their sharding.
+Of checkpoints: bytes of one, how many there are at a time, what is free. Weights and both moments
+are stored in fp32, without the padding of the vocabulary, whatever the ranks and their sharding.
 """
 
 import shutil
@@ -13,6 +13,7 @@ from megatron_untied.planner.machine import GIB
 from megatron_untied.planner.weights import num_parameters
 
 _PARAMETER_BYTES = 12
+_SECONDS_PER_DAY = 86400
 _RANK_BYTES = 20 << 10
 """States of a rank's random generators."""
 
@@ -97,6 +98,66 @@ class Disk:
         return (
             f"warning: checkpoints in --save {self.save} will take up to {_gib(self.peak_bytes)}, "
             f"and its file system has {_gib(free)} free; {remedy}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationDiskUse:
+    """What ``--activation-disk`` asks of the disks of a node."""
+
+    folders: tuple[str, ...]
+    """One per disk."""
+    rank_bytes: int
+    """Reserved by one rank, in all folders together."""
+    ranks_per_node: int
+    written_bytes: int
+    """By one rank in one step, in its forwards."""
+    read_bytes: int
+    """By one rank in one step, in its backwards."""
+    step_seconds: float
+    """As planned."""
+    forward_share: float
+    """Of a step."""
+
+    @property
+    def node_bytes(self) -> int:
+        """Reserved by all ranks of a node."""
+        return self.rank_bytes * self.ranks_per_node
+
+    @property
+    def written_terabytes_per_day(self) -> float:
+        """By a node, to each of its disks: what wears them."""
+        written = self.written_bytes * self.ranks_per_node / len(self.folders)
+        return written / 1e12 * _SECONDS_PER_DAY / self.step_seconds
+
+    @property
+    def needed_gb_per_second(self) -> tuple[float, float]:
+        """Bandwidth of writing and of reading, of a node, below which a step waits."""
+        forward = self.step_seconds * self.forward_share
+        backward = self.step_seconds - forward
+        per_node = self.ranks_per_node / 1e9
+        return per_node * self.written_bytes / forward, per_node * self.read_bytes / backward
+
+    def free_bytes(self) -> int:
+        """That this machine has for all folders in equal parts; 0 if one is not there."""
+        folders = [Path(folder) for folder in self.folders]
+        if not all(folder.is_dir() for folder in folders):
+            return 0
+        systems = [folder.stat().st_dev for folder in folders]
+        free = (
+            shutil.disk_usage(folder).free // systems.count(system)
+            for folder, system in zip(folders, systems, strict=True)
+        )
+        return min(free) * len(folders)
+
+    def describe(self) -> str:
+        """One line for a report."""
+        write, read = self.needed_gb_per_second
+        return (
+            f"saved activations on disk: {_gib(self.rank_bytes)} per rank, "
+            f"{_gib(self.node_bytes)} per node; to be hidden, writing needs {write:.2f} GB/s per "
+            f"node and reading {read:.2f}; each disk is written "
+            f"{self.written_terabytes_per_day:,.2f} TB a day"
         )
 
 

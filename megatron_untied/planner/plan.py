@@ -7,13 +7,16 @@ from functools import cached_property
 from typing import Any
 
 from megatron_untied.config.run import RunConfig
+from megatron_untied.flops import attention_units
 from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.activations import memory_plan
+from megatron_untied.planner.disk import ActivationDiskUse
 from megatron_untied.planner.geometry import Bytes, Geometry
 from megatron_untied.planner.machine import GIB, Machine
 from megatron_untied.planner.step import MemorySnapshot, PlainStep, StreamedStep
 from megatron_untied.planner.time import StepTime
 from megatron_untied.planner.weights import ShardedWeights
+from megatron_untied.streaming.host_arena import HostArena
 
 _LOADER_BYTES = 2 * 28
 """Per token and worker: two micro-batches in shared memory; see ``config/data.py``."""
@@ -46,9 +49,17 @@ class Plan:
         Raises:
             ValueError: the attention kernel cannot index so many tokens.
         """
+        return self._of_highest_rank(evaluates=False)
+
+    @cached_property
+    def evaluation_peak(self) -> MemorySnapshot:
+        """The highest moment of ``tools/evaluate_context.py``: a forward without an optimizer."""
+        return max(self._of_highest_rank(evaluates=True), key=lambda each: each.num_bytes)
+
+    def _of_highest_rank(self, *, evaluates: bool) -> tuple[MemorySnapshot, ...]:
         step = StreamedStep if self.geometry.is_streamed else PlainStep
         by_rank = (
-            tuple(step(self.geometry, rank, self.every_layer).snapshots())
+            tuple(step(self.geometry, rank, self.every_layer, evaluates=evaluates).snapshots())
             for rank in distinct_ranks(self.geometry)
         )
         return max(by_rank, key=lambda snapshots: max(each.num_bytes for each in snapshots))
@@ -79,12 +90,36 @@ class Plan:
         cached = 4 * tokens * max(1, 2 * workers)
         if self.config.checkpoint.save:
             cached += min(_WRITTEN_BYTES, 12 * weights.units.numel // geometry.num_sharding)
-        kept = 0
-        if geometry.is_streamed:
-            kept = max(memory_plan(geometry, i).host_bytes() for i in distinct_ranks(geometry))
+        kept = max((arena.reserved_bytes for arena in self._arenas), default=0)
         others = Bytes({MemoryCategory.LOADER: loader, MemoryCategory.KEPT: kept})
         others[MemoryCategory.FILE_CACHE] = cached
         return weights.on_host() + weights.staged_for_checkpoint() + others
+
+    @cached_property
+    def activation_disk(self) -> ActivationDiskUse | None:
+        """What saved activations take of disks; None without ``--activation-disk``."""
+        disks = [arena.disk for arena in self._arenas if arena.disk is not None]
+        if not disks:
+            return None
+        disk = max(disks, key=lambda disk: disk.reserved_bytes)
+        passes = self.geometry.num_micro_batches
+        return ActivationDiskUse(
+            folders=self.config.memory.activation_disk,
+            rank_bytes=disk.reserved_bytes,
+            ranks_per_node=self.machine.gpus_per_node,
+            written_bytes=disk.written_bytes * passes,
+            read_bytes=disk.read_bytes * passes,
+            step_seconds=self.time.seconds,
+            forward_share=1 / attention_units(self.config.memory, self.geometry.num_layers),
+        )
+
+    @cached_property
+    def _arenas(self) -> list[HostArena]:
+        """Host memory and disk after a step, of each kind of rank; without streamed layers none."""
+        if not self.geometry.is_streamed:
+            return []
+        ranks = distinct_ranks(self.geometry)
+        return [memory_plan(self.geometry, rank).host_arena() for rank in ranks]
 
     @cached_property
     def time(self) -> StepTime:

@@ -42,10 +42,17 @@ def print_plan(plan: Plan, console: Console) -> None:
     cells["tokens/s/GPU"] = [f"{time.tokens_per_second_per_gpu:,.1f}"]
     print_table(console, "time of a step, s, by a roofline", "category", ["seconds"], cells)
 
+    if plan.activation_disk is not None:
+        print_line(console, plan.activation_disk.describe())
     disk = Disk.of(plan.config, machine.world_size)
     print_line(console, disk.describe())
     if (shortfall := disk.shortfall()) is not None:
         print_line(console, shortfall)
+    print_line(
+        console,
+        f"evaluation without an optimizer (tools/evaluate_context.py): the peak per GPU is "
+        f"{plan.evaluation_peak.num_bytes / GIB:.1f} GiB, in {plan.evaluation_peak.phase}",
+    )
     print_line(console, verdict(plan))
 
 
@@ -92,6 +99,7 @@ def verdict(plan: Plan) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The whole plan in bytes and seconds. Keys are an interface: programs read them."""
     machine, disk = plan.machine, Disk.of(plan.config, plan.machine.world_size)
+    activations = plan.activation_disk
     return {
         "fits": plan.fits,
         "fits_device": plan.fits_device,
@@ -110,6 +118,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 name: _named(peak.by_category) for name, peak in plan.phases.items()
             },
         },
+        "evaluation": {
+            "peak_bytes": plan.evaluation_peak.num_bytes,
+            "peak_phase": plan.evaluation_peak.phase,
+        },
         "host": {
             "rank_bytes": plan.host.total(),
             "node_bytes": plan.host.total() * machine.gpus_per_node,
@@ -123,6 +135,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "gpu": machine.gpu.title,
             "source_of_rates": machine.gpu.source,
             "assumed": machine.gpu.assumed,
+        },
+        "activation_disk": activations
+        and {
+            "rank_bytes": activations.rank_bytes,
+            "node_bytes": activations.node_bytes,
+            "written_bytes_per_step": activations.written_bytes,
+            "read_bytes_per_step": activations.read_bytes,
+            "gb_per_second_per_node": activations.needed_gb_per_second,
+            "written_terabytes_per_day_and_disk": activations.written_terabytes_per_day,
         },
         "disk": {
             "checkpoint_bytes": disk.checkpoint_bytes,

@@ -71,7 +71,14 @@ class Step(ABC):
     kept: Bytes
     """What all layers keep on the device between forward and backward; set by subclasses."""
 
-    def __init__(self, geometry: Geometry, rank: int = 0, every_layer: bool = True) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        rank: int = 0,
+        every_layer: bool = True,
+        *,
+        evaluates: bool = False,
+    ) -> None:
         """What is alive all along.
 
         Args:
@@ -79,12 +86,16 @@ class Step(ABC):
             rank: a Ulysses rank; their heads, and so their buffers, may differ.
             every_layer: otherwise only the layers at which something changes, which have the same
                 peak in less time.
+            evaluates: no step but a forward of one micro-batch, without gradients and optimizer.
         """
         self.geometry, self.rank, self.every_layer = geometry, rank, every_layer
+        self.evaluates = evaluates
         self.weights = weights = ShardedWeights.of(geometry)
         # Tokens, labels (int64) and masks (fp32) of all micro-batches; weights of one's tokens.
         batch = 20 * geometry.n * geometry.b * geometry.num_micro_batches
         batch += 4 * geometry.n * geometry.b
+        if evaluates:  # tokens and labels
+            batch = 16 * geometry.n * geometry.b
         # fp32 cosines and sines: one table, or one per sample where positions are reset.
         num_tables = geometry.b if geometry.config.data.reset_position_ids else 1
         rotated = int(geometry.d * geometry.config.model.rotary.percent)
@@ -96,9 +107,11 @@ class Step(ABC):
         gathered_tokens *= geometry.num_token_parts > 1
         gathered = gathered_tokens * geometry.m * geometry.itemsize
         inputs = {MemoryCategory.INPUTS: batch + tables + positions, MemoryCategory.TILES: gathered}
-        self.states = Bytes(inputs) + (Bytes() if weights.is_on_host else weights.at_rest())
+        at_rest = weights.alone() if evaluates else weights.at_rest()
+        self.states = Bytes(inputs) + (Bytes() if weights.is_on_host else at_rest)
         """Through a whole step: weights, moments, and what every layer reads."""
-        has_gradients = geometry.num_micro_batches > 1  # of the micro-batches before
+        # Of the micro-batches before.
+        has_gradients = geometry.num_micro_batches > 1 and not evaluates
         self.in_forward = self.states + (weights.gradients(None) if has_gradients else Bytes())
         """Through a whole forward."""
         self.residual = (_outside("residual", geometry.residual_bytes, MemoryCategory.RESIDUAL),)
@@ -107,11 +120,9 @@ class Step(ABC):
         self.residual_at_ends = self.residual
         """While the embedding's forward or backward runs."""
 
-    def snapshots(self) -> Iterator[MemorySnapshot]:
-        """The peaks of each phase, in the order of a step."""
-        num_layers, weights, units = self.geometry.num_layers, self.weights, self.weights.units
-        residual = self.residual
-
+    def forward(self) -> Iterator[MemorySnapshot]:
+        """The peaks of each phase up to the loss."""
+        weights, residual = self.weights, self.residual
         lookup = self.in_forward + weights.gathered(Stage.EMBEDDING)
         yield _snapshot(Phase.FORWARD, lookup, self.residual_at_ends)
         for layer in self._layers:
@@ -121,9 +132,17 @@ class Step(ABC):
         before_loss = self.in_forward + self.kept
         at_loss = before_loss + weights.gathered(Stage.BEFORE_LOSS)
         yield _snapshot(Phase.FORWARD, at_loss, residual)
-        in_loss = before_loss + weights.gathered(Stage.LOSS) + loss_bytes(self.geometry, units)
+        in_loss = before_loss + weights.gathered(Stage.LOSS)
+        in_loss += loss_bytes(self.geometry, weights.units, evaluates=self.evaluates)
         yield _snapshot(Phase.LOSS, in_loss, self.residual_in_loss)
 
+    def snapshots(self) -> Iterator[MemorySnapshot]:
+        """The peaks of each phase, in the order of a step."""
+        yield from self.forward()
+        if self.evaluates:
+            return
+        num_layers, weights, units = self.geometry.num_layers, self.weights, self.weights.units
+        residual = self.residual
         # The reduction of the output matrix' gradient starts while the last layer arrives.
         after_loss = self.in_backward(0) + self.kept
         after_loss += weights.gathered(Stage.AFTER_LAYER_BACKWARD, num_layers)
@@ -207,10 +226,17 @@ class Step(ABC):
 class StreamedStep(Step):
     """A step whose layers recompute."""
 
-    def __init__(self, geometry: Geometry, rank: int = 0, every_layer: bool = True) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        rank: int = 0,
+        every_layer: bool = True,
+        *,
+        evaluates: bool = False,
+    ) -> None:
         """As a step, with what layers keep, their workspace, and temporaries of tiles."""
-        super().__init__(geometry, rank, every_layer)
-        self.activations = StreamedActivations.of(geometry, rank)
+        super().__init__(geometry, rank, every_layer, evaluates=evaluates)
+        self.activations = StreamedActivations.of(geometry, rank, evaluates=evaluates)
         self.kept = self.activations.kept_forward(geometry.num_layers - 1)
         self.tiles = Tiles.of(geometry, self.weights.units)
         if self.activations.policy.park:  # it is on the host
@@ -318,9 +344,19 @@ class StreamedStep(Step):
 class PlainStep(Step):
     """A step whose layers keep all that autograd saves."""
 
-    def __init__(self, geometry: Geometry, rank: int = 0, every_layer: bool = True) -> None:
-        """As a step, with what autograd saves per layer, and what is alive in attention."""
-        super().__init__(geometry, rank, every_layer)
+    def __init__(
+        self,
+        geometry: Geometry,
+        rank: int = 0,
+        every_layer: bool = True,
+        *,
+        evaluates: bool = False,
+    ) -> None:
+        """As a step, with what autograd saves per layer, and what is alive in attention.
+
+        If it ``evaluates``, a layer has at most what autograd would save of it, and keeps nothing.
+        """
+        super().__init__(geometry, rank, every_layer, evaluates=evaluates)
         geo, model = geometry, geometry.config.model
         # What autograd saves of a layer, counted from megatron-core's modules.
         heads = geo.h + 2 * geo.g + geo.h  # q, k, v, o
@@ -333,7 +369,8 @@ class PlainStep(Step):
         numel = norms + geo.tokens * (heads * geo.d + inner)
         self.saved_bytes = numel * geo.itemsize + geo.lse_bytes
         """Of one layer."""
-        self.kept = Bytes({MemoryCategory.KEPT: geo.num_layers * self.saved_bytes})
+        num_kept = 0 if evaluates else geo.num_layers
+        self.kept = Bytes({MemoryCategory.KEPT: num_kept * self.saved_bytes})
 
         self.attention = plain_buffers(geo, rank)
         """What is alive in attention, forward and backward."""
@@ -347,7 +384,8 @@ class PlainStep(Step):
     @override
     def layer_forward(self, layer: int) -> Iterator[_LayerPeak]:
         alive = self.in_forward + self.weights.gathered(Stage.LAYER_FORWARD, layer)
-        alive += Bytes({MemoryCategory.KEPT: (layer + 1) * self.saved_bytes})
+        num_layers = 1 if self.evaluates else layer + 1
+        alive += Bytes({MemoryCategory.KEPT: num_layers * self.saved_bytes})
         in_attention = self.attention[Phase.ATTENTION_FORWARD]
         yield Phase.ATTENTION_FORWARD, alive, (*self.residual, *in_attention)
 

@@ -107,16 +107,21 @@ class Tiles:
         )
 
 
-def loss_bytes(geometry: Geometry, units: ParameterUnits) -> Bytes:
+def loss_bytes(geometry: Geometry, units: ParameterUnits, *, evaluates: bool = False) -> Bytes:
     """The peak of the loss, in one chunk of tokens: logits, their gradient, the weight's gradient.
 
     Logits are fp32 and their gradient is written over them; the matrix products read a copy of it
-    in the dtype of the model.
+    in the dtype of the model. If it ``evaluates`` there are no gradients, but losses and
+    predictions of all tokens.
     """
     geo = geometry
     rows = geo.loss_tokens
     tokens = rows * geo.num_token_parts  # gathered over tensor-parallel ranks
     columns = min(geo.v, geo.config.model.vocab_size)  # the first rank has no padding
+    if evaluates:
+        one_chunk = tokens * columns * 4 + (rows + tokens) * geo.m * geo.itemsize
+        # Loss and prediction of every token, and ones with which all labels are checked.
+        return Bytes({MemoryCategory.LOGITS: one_chunk + geo.tokens * (4 + 8 + 4)})
     logits = tokens * columns * (4 + (geo.itemsize if geo.itemsize < 4 else 0))
     norm = 3 * rows * geo.m * geo.itemsize  # the final norm's output and two gradients
     gathered = 2 * tokens * geo.m * geo.itemsize if geo.num_token_parts > 1 else 0

@@ -197,6 +197,13 @@ class ShardedWeights:
             }
         )
 
+    def alone(self) -> Bytes:
+        """Weights without gradients and moments, on the device or on the host."""
+        if self.is_full:
+            rows = self._row_bytes(*self.units.all) + self._frozen_row_bytes()
+            return Bytes({MemoryCategory.STATES: rows})
+        return Bytes({MemoryCategory.STATES: self.geometry.itemsize * self.units.numel})
+
     def on_host(self) -> Bytes:
         """What the optimizer keeps there: rows of weights, moments and gradients."""
         if not self.is_on_host:

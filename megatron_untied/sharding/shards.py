@@ -86,13 +86,12 @@ class ModelShards(Shards):
 
 
 class RowShards(Shards):
-    """A model after ``fsdp.shard_model`` and the Adam of its trained parameters."""
+    """A model after ``fsdp.shard_model``, and the Adam of its parameters if it is trained."""
 
-    has_moments = True
-
-    def __init__(self, model: nn.Module, adam: torch.optim.Adam, group: ProcessGroup):
+    def __init__(self, model: nn.Module, adam: torch.optim.Adam | None, group: ProcessGroup):
         """``group``: the ranks that share the rows. ``adam`` must have its moments already."""
         self._model, self._adam, self._group = model, adam, group
+        self.has_moments = adam is not None
         # Stored now: while weights are gathered, the model's parameters are other tensors.
         self._parameters = dict(model.named_parameters())
 
@@ -114,8 +113,8 @@ class RowShards(Shards):
             )
 
     @override
-    def step(self) -> int:
-        return int(next(iter(self._adam.state.values()))["step"])
+    def step(self) -> int | None:
+        return int(next(iter(self._adam.state.values()))["step"]) if self._adam else None
 
     @override
     def set_step(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Which activations each layer saves, and whether on the device or the host: integers only."""
+"""Which activations each layer saves: on the device, the host, or a disk. Integers only."""
 
 from dataclasses import dataclass
 
@@ -28,6 +28,8 @@ class LayerPolicy:
     gradient beside it on the device."""
     lse_on_host: bool
     """Whether the log-sum-exps wait for backward on the host."""
+    goes_to_disk: bool
+    """Whether input and attention output go on to the disk, as long as it has room."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,14 @@ class ActivationPolicy:
         """The policy of ``num_layers`` layers under the flags in ``memory``."""
         size, first_kept = memory.recompute_num_layers, memory.first_kept_output(num_layers)
         layers = []
+        offloaded = range(first_with_backward, memory.cpu_offloading_num_layers)
+        saving = [
+            index
+            for index in offloaded
+            if (index - first_with_backward) % size == 0 or index >= first_kept
+        ]
+        # The last two would come back before their memory was needed.
+        to_disk = saving[:-2] if memory.activation_disk else ()
         for index in range(num_layers):
             has_backward = index >= first_with_backward
             first = index - (index - first_with_backward) % size if has_backward else index
@@ -70,6 +80,25 @@ class ActivationPolicy:
                     input_on_host=on_host,
                     output_on_host=on_host or memory.park_during_attention,
                     lse_on_host=on_host and saves_output,
+                    goes_to_disk=index in to_disk,
                 )
             )
         return cls(park=memory.park_during_attention, layers=tuple(layers))
+
+    def without_backward(self) -> "ActivationPolicy":
+        """The policy of an evaluation: nothing is saved, and only parked layers use the host."""
+        layers = [
+            LayerPolicy(
+                group=range(index, index + 1),
+                has_backward=False,
+                saves_input=False,
+                keeps_output=False,
+                saves_output=False,
+                input_on_host=False,
+                output_on_host=self.park,
+                lse_on_host=False,
+                goes_to_disk=False,
+            )
+            for index in range(len(self.layers))
+        ]
+        return ActivationPolicy(park=self.park, layers=tuple(layers))

@@ -1,13 +1,18 @@
-"""What a layer saves for its backward, on the device or the host.
+"""What a layer saves for its backward, on the device, the host or a disk.
 
 ``full`` saves the layer input x. ``selective`` also saves the attention output O and its
 log-sum-exp in all layers or the last N, so that attention runs once per step there. With checkpoint
 groups of k layers x is saved for the first layer of a group only, and backward recomputes the
 others from the x before it (:func:`.layer.recompute`): by linear work alone where O was saved, else
 by running attention once more, whose O is then saved until the layer's own backward.
+
+With ``--activation-disk`` x and O of the first layers go on from the host to the disk. Host memory
+is then two layers deep: in forward a layer's is free once the next layer is done, and in backward
+it is fetched while the layer after it runs. Log-sum-exps are small, and stay on the host.
 """
 
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +30,7 @@ from megatron_untied.phases import MemoryCategory, allocating
 from megatron_untied.residual import Rows
 from megatron_untied.streaming.activation_policy import ActivationPolicy
 from megatron_untied.streaming.copy_engine import Copy
-from megatron_untied.streaming.host_arena import HostArena
+from megatron_untied.streaming.host_arena import HostArena, HostSlot
 from megatron_untied.streaming.host_tensors import (
     HostHeadChunks,
     HostKvHome,
@@ -67,7 +72,7 @@ class StoredLse(Sequence[Sequence[Tensor]]):
         return fetched
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class SavedLayer:
     """What layer ``index`` saved in one forward."""
 
@@ -79,13 +84,25 @@ class SavedLayer:
     checksums: Tensor | None = None
     """Of what forward computed, int64 [3]; None unless the step is verified (:mod:`.replay`)."""
 
+    def host_slots(self) -> list[HostSlot]:
+        """Of x and O, as far as they are saved on the host."""
+        return [slot for each in (self.x, self.out) if each is not None for slot in each.host_slots]
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class CheckpointGroup:
     """The layers from one saved input to the next, in one forward."""
 
     sequence: SequenceInfo
+    before: "CheckpointGroup | None" = None
     members: list[SavedLayer] = field(default_factory=list)
+    """Those whose backward is still to come."""
+
+    def needed_next(self) -> SavedLayer | None:
+        """What backward reads first after the layer that was popped last."""
+        if self.members:
+            return self.members[-1]
+        return self.before.members[0] if self.before and self.before.members else None
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -100,18 +117,35 @@ class ActivationStore:
     arena: HostArena
     workspace: Workspace
     _open: CheckpointGroup | None = None
+    # Weak: only the graph references what is complete.
+    _last_group: weakref.ref[CheckpointGroup] | None = None
+    _last_layer: weakref.ref[SavedLayer] | None = None
 
     def begin(self, layer: nn.Module, index: int, sequence: SequenceInfo) -> CheckpointGroup:
         """Append layer ``index`` to the checkpoint group of the running forward; returns that."""
         policy = self.policy.layers[index]
         if policy.saves_input:
-            self._open = CheckpointGroup(sequence)
+            before = self._last_group() if index and self._last_group else None
+            self._open = CheckpointGroup(sequence, before)
+            self._last_group = weakref.ref(self._open)
         group = self._open
         assert group is not None, "layers run in order, from the first of a group"
         group.members.append(SavedLayer(layer, index))
         if index == policy.group[-1]:
             self._open = None  # from here on only the graph references it
         return group
+
+    def complete(self, saved: SavedLayer) -> None:
+        """Start to write to the disk what a layer saved, once nothing is added to it.
+
+        Host memory that the layer before has on the disk too is free then.
+        """
+        before = self._last_layer() if self._last_layer else None
+        for slot in before.host_slots() if before is not None else ():
+            slot.leave()
+        for slot in saved.host_slots() if self.policy.layers[saved.index].goes_to_disk else ():
+            slot.to_disk()
+        self._last_layer = weakref.ref(saved)
 
     def rows(self, like: Rows, *, on_host: bool) -> Rows:
         """Rows of the shape of ``like``, uninitialized."""
@@ -148,14 +182,22 @@ class ActivationStore:
         return on_device
 
     def out(
-        self, index: int, sizes: Sizes, tile_rows: int, device: torch.device, *, is_saved: bool
+        self,
+        index: int,
+        sizes: Sizes,
+        tile_rows: int,
+        device: torch.device,
+        *,
+        is_saved: bool,
+        has_backward: bool = True,
     ) -> HeadChunks:
         """Slots for the attention output of layer ``index``, [n, b, h, d].
 
         If it is not saved, its last use must be before another layer runs. ``tile_rows``: the most
-        tokens that are read or written at once.
+        tokens that are read or written at once. Without a backward the device has room for the
+        slots, which only parked layers leave on the host.
         """
-        if self.policy.layers[index].output_on_host:
+        if self.policy.park or (has_backward and self.policy.layers[index].output_on_host):
             layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
             staging = Staging.plan("out", sizes, tile_rows)
             return HostHeadChunks(staging, layout, self.arena, self.workspace, device)
@@ -193,3 +235,10 @@ class ActivationStore:
             workspace=self.workspace,
         )
         return make_sums, HostKvHome(sizes, tile_rows, self.arena, self.workspace)
+
+
+def fetch(*layers: SavedLayer | None) -> None:
+    """Start to read from the disk what of ``layers`` only that has."""
+    for saved in filter(None, layers):
+        for slot in saved.host_slots():
+            slot.fetch()

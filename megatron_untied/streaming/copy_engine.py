@@ -35,7 +35,7 @@ class Stream(Protocol):
     """A queue of work that runs in order: the part of ``torch.cuda.Stream`` used here."""
 
     def record_event(self) -> Any:
-        """An event that happens when all work queued so far is done."""
+        """An event that happens when all work queued so far is done; None if it is."""
 
     def wait_event(self, event: Any) -> None:
         """Let work queued from now on start only after ``event``."""
@@ -108,6 +108,11 @@ class Copy:
         """
         self.engine.streams.compute.wait_event(self.done)
         self.engine.device_tensors.pop(self, None)
+
+    def wait_on_host(self) -> None:
+        """Block the calling thread, which may be any, until this copy is done."""
+        if self.done is not None:  # an event of CpuStream: done when it was recorded
+            self.done.synchronize()
 
 
 class CopyEngine:

@@ -19,6 +19,12 @@ Forward of one layer, with the residual updated in place, and its backward by ti
         ...                                  # the next tile arrives meanwhile
     slot.release()                           # after its last read was started
 
+With a disk a slot can give up its memory until it is read again: :meth:`HostSlot.to_disk` starts to
+write it there, :meth:`HostSlot.leave` frees the memory once it is written, and
+:meth:`HostSlot.fetch` starts to bring it back, at the latest at the next read. Streams cannot wait
+for a disk: the host does, before it queues the copy. That copies were done before the disk reads or
+overwrites their host memory is up to the threads of the disk, which wait for the copies' events.
+
 Call ``arena.engine.wait_all()`` after a failed step.
 """
 
@@ -36,7 +42,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_untied.config import MemoryConfig
 from megatron_untied.streaming.copy_engine import Copy, CopyEngine, CpuStreams, CudaStreams
+from megatron_untied.streaming.disk import ActivationDisk, Extent, Transfer
 
 PAGE_BYTES = 4096
 Index = slice | int | tuple[slice | int, ...]
@@ -50,6 +58,10 @@ class _Segment:
     last_write: Copy | None = None
     last_read: Copy | None = None
 
+    def after(self, *copies: Copy | None) -> list[Callable[[], None]]:
+        """What a thread of the disk calls before it touches the memory."""
+        return [copy.wait_on_host for copy in copies if copy is not None]
+
 
 class HostArena:
     """Slots of host memory for one device.
@@ -58,10 +70,17 @@ class HostArena:
         engine: makes the copies.
         allocate: takes a multiple of ``PAGE_BYTES`` and gives a uint8 tensor of exactly that many
             bytes. Its memory is freed with the last view of it, so copies in flight reference it.
+        disk: where slots go that give up their memory.
     """
 
-    def __init__(self, engine: CopyEngine, allocate: Callable[[int], Tensor]):
+    def __init__(
+        self,
+        engine: CopyEngine,
+        allocate: Callable[[int], Tensor],
+        disk: ActivationDisk | None = None,
+    ):
         self.engine = engine
+        self.disk = disk
         self._allocate = allocate
         self._released: dict[int, deque[_Segment]] = defaultdict(deque)  # by bytes
         self.reserved_bytes = 0
@@ -73,25 +92,33 @@ class HostArena:
         """Segments allocated so far; constant once the first step is over."""
 
     @classmethod
-    def for_device(cls, device: torch.device) -> "HostArena":
-        """An arena for a CUDA device (registered memory) or the CPU (pageable)."""
+    def for_device(cls, device: torch.device, memory: MemoryConfig | None = None) -> "HostArena":
+        """An arena for a CUDA device (registered memory) or the CPU (pageable).
+
+        ``memory`` names the disks, if there are any.
+        """
+        disk = ActivationDisk.of(memory or MemoryConfig())
         if device.type == "cuda":
             allocate = RegisteredMemory(torch.cuda.cudart(), device)
-            return cls(CopyEngine(CudaStreams(device)), allocate)
-        return cls(CopyEngine(CpuStreams()), allocate_pageable)
+            return cls(CopyEngine(CudaStreams(device)), allocate, disk)
+        return cls(CopyEngine(CpuStreams()), allocate_pageable, disk)
 
     @classmethod
-    def for_tracing(cls) -> "HostArena":
+    def for_tracing(cls, memory: MemoryConfig | None = None) -> "HostArena":
         """An arena that counts bytes and has none, for a step under FakeTensorMode."""
         # On "meta": the tracer counts every other tensor as the device's.
         empty = functools.partial(torch.empty, dtype=torch.uint8, device="meta")
-        return cls(CopyEngine(CpuStreams()), empty)
+        disk = ActivationDisk.of(memory or MemoryConfig(), counts_only=True)
+        return cls(CopyEngine(CpuStreams()), empty, disk)
 
     def reserve(self, shape: Iterable[int], dtype: torch.dtype) -> "HostSlot":
         """Host memory for one tensor, uninitialized."""
         shape = torch.Size(shape)
         num_pages = -(-shape.numel() * dtype.itemsize // PAGE_BYTES)
         num_bytes = max(1, num_pages) * PAGE_BYTES  # mmap refuses a length of 0
+        return HostSlot(self, self._take(num_bytes), shape, dtype)
+
+    def _take(self, num_bytes: int) -> _Segment:
         released = self._released[num_bytes]
         if released:
             # The segment released first: its last copies are the most likely to be done.
@@ -102,7 +129,11 @@ class HostArena:
             self.reserved_bytes += num_bytes
         self.used_bytes += num_bytes
         self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
-        return HostSlot(self, segment, shape, dtype)
+        return segment
+
+    def _give_back(self, segment: _Segment) -> None:
+        self.used_bytes -= segment.memory.nbytes
+        self._released[segment.memory.nbytes].append(segment)
 
     def trim(self) -> None:
         """Free released memory once running copies are done. Blocks the host.
@@ -112,6 +143,8 @@ class HostArena:
         self.engine.synchronize()
         self._released.clear()
         self.reserved_bytes = self.used_bytes
+        if self.disk is not None:
+            self.disk.trim()
 
 
 class HostSlot:
@@ -127,14 +160,19 @@ class HostSlot:
         self.shape = shape
         self.dtype = dtype
         self._arena = arena
-        self._segment: _Segment | None = segment
-        num_bytes = shape.numel() * dtype.itemsize
-        self._host = segment.memory[:num_bytes].view(dtype).view(shape)
-        self._is_written = False
+        self._num_bytes = segment.memory.nbytes
+        self._is_written = self._is_arriving = self._is_released = False
+        self._extent: Extent | None = None  # on the disk
+        self._transfer: Transfer = ()
+        """Between memory and disk, not waited for yet."""
+        self._segment: _Segment | None = None  # while only the disk has it, or once released
+        self._host: Tensor | None = None
+        self._lie_in(segment)
 
     def write(self, tensor: Tensor, index: Index = ()) -> Copy:
         """Start copying ``tensor`` to ``slot[index]``, by default the whole slot."""
         segment = self._live_segment()
+        assert self._extent is None, "this slot is written to after it went to the disk"
         copy = self._arena.engine.copy_out(tensor, self._host[index], after=segment.last_read)
         # The copy-out stream runs in order: the last write is behind all others.
         segment.last_write = copy
@@ -144,10 +182,15 @@ class HostSlot:
     def read(self, out: Tensor, index: Index = (), *, leaving: Copy | None = None) -> Copy:
         """Start copying ``slot[index]``, by default the whole slot, into ``out`` on the device.
 
+        Blocks the host while the slot is on its way from the disk.
+
         ``leaving``: the copy of what is in ``out`` so far, if compute does not wait for it.
         """
+        self.fetch()
         segment = self._live_segment()
         assert self._is_written, "this slot is read before anything was written to it"
+        if self._is_arriving:
+            self._settle()
         copy = self._arena.engine.copy_in(
             self._host[index], out, after=segment.last_write, leaving=leaving
         )
@@ -156,23 +199,74 @@ class HostSlot:
 
     def shape_of(self, index: Index) -> torch.Size:
         """The shape that :meth:`read` at ``index`` expects."""
-        self._live_segment()
+        self.fetch()
         return self._host[index].shape
+
+    def to_disk(self) -> None:
+        """Start to write the slot to the disk, if there is one with room; it stays readable.
+
+        Nothing may be written to it any more.
+        """
+        disk, segment = self._arena.disk, self._live_segment()
+        if disk is None or self._extent is not None:
+            return
+        self._extent = disk.reserve(self._num_bytes)
+        if self._extent is not None:
+            after = segment.after(segment.last_write)
+            self._transfer = disk.write(self._extent, segment.memory, after)
+
+    def leave(self) -> None:
+        """Free the memory of a slot that is on the disk, which has to be done with writing it.
+
+        A slot for which there was no room stays where it is.
+        """
+        if self._extent is not None and self._segment is not None:
+            self._settle()
+            self._arena._give_back(self._segment)
+            self._segment = self._host = None
+
+    def fetch(self) -> None:
+        """Start to read the slot from the disk, if only that has it."""
+        assert not self._is_released, "this slot was released"
+        if self._segment is not None:
+            return
+        segment = self._arena._take(self._num_bytes)
+        after = segment.after(segment.last_write, segment.last_read)
+        self._transfer = self._arena.disk.read(self._extent, segment.memory, after)
+        segment.last_write = segment.last_read = None  # those of the slot before are done
+        self._is_arriving = True
+        self._lie_in(segment)
 
     def release(self) -> None:
         """Let another slot reuse the memory: its writes will wait for reads started here."""
-        arena, segment = self._arena, self._live_segment()
-        arena.used_bytes -= segment.memory.nbytes
-        arena._released[segment.memory.nbytes].append(segment)
+        assert not self._is_released, "this slot was released"
+        self._settle()
+        if self._segment is not None:
+            self._arena._give_back(self._segment)
+        if self._extent is not None:
+            self._arena.disk.release(self._extent)
+        self._is_released = True
         self._segment = self._host = None  # a view left here would keep memory that trim frees
 
     def __del__(self):
         # A forward whose graph is dropped without a backward must not lose host memory.
-        if self._segment is not None:
+        if not self._is_released:
             self.release()
 
+    def _lie_in(self, segment: _Segment) -> None:
+        self._segment = segment
+        num_bytes = self.shape.numel() * self.dtype.itemsize
+        self._host = segment.memory[:num_bytes].view(self.dtype).view(self.shape)
+
+    def _settle(self) -> None:
+        """Block the host until no transfer of this slot is in flight."""
+        if self._extent is not None:
+            self._arena.disk.wait(self._transfer)
+        self._transfer, self._is_arriving = (), False
+
     def _live_segment(self) -> _Segment:
-        assert self._segment is not None, "this slot was released"
+        assert not self._is_released, "this slot was released"
+        assert self._segment is not None, "this slot is on the disk"
         return self._segment
 
 

@@ -48,6 +48,7 @@ class HostRows(Rows):
         self.shape, self.dtype, self.device = shape, dtype, device
         self._arena, self._workspace = arena, workspace
         self._slot = arena.reserve((shape.numel(),), dtype)
+        self.host_slots = (self._slot,)
 
     def fill(self, tensor: Tensor) -> Copy:
         """Start to copy all rows from the device; wait before changing ``tensor``."""
@@ -157,6 +158,7 @@ class HostHeadChunks(HeadChunks):
             [arena.reserve(shape, self.dtype) for shape in layout.even_blocks(j)]
             for j in range(self._num_chunks)
         ]
+        self.host_slots = tuple(itertools.chain(*self._slots))
         self._copies_out: list[list[Copy]] = [[] for _ in set(staging.recv)]  # by receive buffer
         self._copies_in: dict[int, list[Copy]] = {}  # by chunk
 
@@ -199,7 +201,7 @@ class HostHeadChunks(HeadChunks):
     @override
     def release(self) -> None:
         self._wait_copies_out()
-        for slot in itertools.chain(*self._slots):
+        for slot in self.host_slots:
             slot.release()
 
     def _wait_copies_out(self) -> None:

@@ -40,6 +40,7 @@ from megatron_untied.streaming.activation_store import (
     CheckpointGroup,
     SavedLayer,
     StoredLse,
+    fetch,
 )
 from megatron_untied.streaming.projections import (
     StreamedProjections,
@@ -203,7 +204,9 @@ class _StreamedLayer(torch.autograd.Function):
         if saved is not None and layer.streaming.replay.active:
             checksum = row_checksum(residual, tiles)  # the output may overwrite it
         with layer.progress.phase(Phase.ATTENTION_FORWARD):
-            out, lse = attention_forward(layer, residual, sequence, is_saved=saves_attention)
+            out, lse = attention_forward(
+                layer, residual, sequence, is_saved=saves_attention, has_backward=saved is not None
+            )
         if copy is not None:
             copy.wait()
         with layer.progress.phase(Phase.MLP_FORWARD):
@@ -214,6 +217,8 @@ class _StreamedLayer(torch.autograd.Function):
             saved.out, saved.lse = out, lse
         else:
             out.release()
+        if saved is not None:
+            store.complete(saved)
         return result.as_tensor()
 
     @staticmethod
@@ -231,6 +236,7 @@ class _StreamedLayer(torch.autograd.Function):
             rows = Rows(gradient.clone(memory_format=torch.contiguous_format))  # costs 1 H
         # In a group the first call recomputes all layers, the others find theirs complete.
         saved = recompute(group, store)
+        fetch(saved, group.needed_next())  # the latter beside the backward of this layer
         if saved.checksums is not None:
             tiles = layer.tiles(saved.x.shape[0])
             layer.streaming.replay.replay(layer, saved.x, saved.out, tiles, saved.checksums)
@@ -242,7 +248,12 @@ class _StreamedLayer(torch.autograd.Function):
 
 
 def attention_forward(
-    layer: StreamedTransformerLayer, x: Rows, sequence: SequenceInfo, *, is_saved: bool
+    layer: StreamedTransformerLayer,
+    x: Rows,
+    sequence: SequenceInfo,
+    *,
+    is_saved: bool,
+    has_backward: bool = True,
 ) -> tuple[HeadChunks, StoredLse]:
     """Attention of all heads over the layer's input: O [n, b, h, d] and its lse. Collective.
 
@@ -252,7 +263,14 @@ def attention_forward(
     ulysses, attention = layer.self_attention.ulysses, layer.self_attention.attention_over(sequence)
     projections = StreamedProjections(layer, x, layer.tiles(x.shape[0]), sequence)
     sizes, tile_rows = ulysses.sizes(projections, attention), projections.tile_rows
-    out = store.out(index, sizes, tile_rows, projections.device, is_saved=is_saved)
+    out = store.out(
+        index,
+        sizes,
+        tile_rows,
+        projections.device,
+        is_saved=is_saved,
+        has_backward=has_backward,
+    )
     lse = ulysses.forward(projections, out, attention)
     on_host = is_saved and store.policy.layers[index].input_on_host
     return out, StoredLse(lse, store.arena if on_host else None)
@@ -291,12 +309,15 @@ def recompute(group: CheckpointGroup, store: ActivationStore) -> SavedLayer:
                     layer, saved.x, group.sequence, is_saved=is_saved
                 )
         if successor is not None:
+            fetch(saved, successor)
             on_host = store.policy.layers[successor.index].input_on_host
             with allocating(MemoryCategory.KEPT):
                 x = store.rows(saved.x, on_host=on_host)
             with layer.progress.phase(Phase.RECOMPUTE_MLP):
                 mlp_forward(layer, saved.x, saved.out, x)
             successor.x = x
+            for slot in saved.out.host_slots:
+                slot.leave()  # if it is on the disk: its own backward comes later
         if needs_gather and successor is not members[-1]:
             layer.reshard()
     return members.pop()

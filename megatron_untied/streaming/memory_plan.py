@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_untied.config import MemoryConfig
 from megatron_untied.context_parallel.buffer_plan import (
     BackwardBuffers,
     Buffer,
@@ -77,6 +78,8 @@ class MemoryPlan:
 
     sizes: LayerSizes
     policy: ActivationPolicy
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """Names the disks, if there are any."""
     _taken: dict[_LayerPhase, tuple[Buffer, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -134,14 +137,14 @@ class MemoryPlan:
             self._taken[kind] = _taken(self.sizes, kind)
         return self._taken[kind]
 
-    def host_bytes(self) -> int:
-        """Bytes that the host arena holds after one step."""
-        replay = _HostReplay(self.sizes, self.policy)
+    def host_arena(self) -> HostArena:
+        """The host arena after one step, with its disk: it has counted bytes, and has none."""
+        replay = _HostReplay(self)
         for layer in range(len(self.policy.layers)):
             replay.forward(layer)
         for layer in reversed(self.policy.with_backward):
             replay.backward(layer)
-        return replay.arena.reserved_bytes
+        return replay.arena
 
     def _take(self, phase: Phase, layer: int, held: Held) -> Held:
         """Take the buffers of a phase; returns what is held then."""
@@ -190,14 +193,16 @@ class _HostReplay:
     The order matters: a reservation reuses released memory only of its own size.
     """
 
-    def __init__(self, sizes: LayerSizes, policy: ActivationPolicy):
-        self.sizes, self.policy, self.arena = sizes, policy, HostArena.for_tracing()
-        self.residual = sizes.residual, sizes.attention.dtype
+    def __init__(self, plan: MemoryPlan):
+        self.sizes, self.policy = plan.sizes, plan.policy
+        self.arena = HostArena.for_tracing(plan.memory)
+        self.residual = plan.sizes.residual, plan.sizes.attention.dtype
         self.inputs: dict[int, HostSlot] = {}
         self.outputs: dict[int, list[HostSlot]] = {}
         self.lse: dict[int, list[list[HostSlot]]] = {}  # by chunk
+        self.last: list[HostSlot] = []  # of x and O of the last layer
         # Between layers, then its gradient.
-        self.current = self.arena.reserve(*self.residual) if policy.park else None
+        self.current = self.arena.reserve(*self.residual) if self.policy.park else None
 
     def forward(self, layer: int) -> None:
         policy = self.policy.layers[layer]
@@ -212,14 +217,27 @@ class _HostReplay:
             self.outputs[layer] = output
         else:
             _release(output)
+        for slot in self.last:
+            slot.leave()
+        self.last = self._saved(layer)
+        for slot in self.last if policy.goes_to_disk else ():
+            slot.to_disk()
 
     def backward(self, layer: int) -> None:
         group = self.policy.layers[layer].group
         for member in group if layer == group[-1] else ():
             if member not in self.outputs:
+                self._fetch(member)
                 self.outputs[member] = self._attend(member, is_saved=member < layer)
-            if member < layer and self.policy.layers[member + 1].input_on_host:
-                self.inputs[member + 1] = self.arena.reserve(*self.residual)
+            if member < layer:
+                self._fetch(member, member + 1)
+                if self.policy.layers[member + 1].input_on_host:
+                    self.inputs[member + 1] = self.arena.reserve(*self.residual)
+                for slot in self.outputs[member]:
+                    slot.leave()
+        # Then the layer before it in its group, or the first one of the group before.
+        before = layer - 1 if layer > group[0] else self.policy.layers[layer - 1].group[0]
+        self._fetch(layer, *([before] if layer else []))
         lse, attention = self.lse.pop(layer, []), self.sizes.attention
         if self.policy.park:
             d_output, home = self._head_chunks(), []
@@ -239,6 +257,16 @@ class _HostReplay:
         if layer in self.inputs:
             self.inputs.pop(layer).release()
         _release(self.outputs.pop(layer))
+
+    def _saved(self, layer: int) -> list[HostSlot]:
+        """The slots of x and O of a layer."""
+        x = [self.inputs[layer]] if layer in self.inputs else []
+        return [*x, *self.outputs.get(layer, ())]
+
+    def _fetch(self, *layers: int) -> None:
+        for layer in layers:
+            for slot in self._saved(layer):
+                slot.fetch()
 
     def _attend(self, layer: int, *, is_saved: bool) -> list[HostSlot]:
         """The slots of the layer's attention output; those of its log-sum-exps are saved."""

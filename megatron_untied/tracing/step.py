@@ -35,6 +35,7 @@ from megatron_untied.tracing.fake_collectives import (
 )
 from megatron_untied.tracing.fake_tensor_cache import FakeTensorCache
 from megatron_untied.tracing.live_bytes import LiveBytes, Peak
+from megatron_untied.training.context_evaluation import EvaluatedModel
 from megatron_untied.training.initialize import make_groups
 from megatron_untied.training.state import TrainState, build_train_state
 from megatron_untied.training.step import Batch, forward_backward
@@ -53,6 +54,10 @@ class StepTrace:
     """Alive on the device between steps."""
     host_bytes: int
     """Of the host arena of layers, and of an optimizer on the host."""
+    disk_bytes: int
+    """Of saved activations on the disks."""
+    disk_written_bytes: int
+    """To the disks in the step."""
     attention_forward_calls_per_layer: float
     """Forward kernels of a layer's attention in a step over those in its forward: 1 if kept."""
     attention_flops: int
@@ -78,14 +83,14 @@ class StepTracer:
         self.progress = StepProgress()
         self.calls_in_forward = 0
         if fake:
-            self.mode, self.arena = FakeTensorMode(), HostArena.for_tracing()
+            self.mode, self.arena = FakeTensorMode(), HostArena.for_tracing(config.memory)
             self.live = LiveBytes(self.progress, FakeTensorCache(self.mode))
         else:
             self.mode, self.live = (
                 contextlib.nullcontext(),
                 LiveBytes(self.progress, call_with_borrowed_memory),
             )
-            self.arena = HostArena.for_device(current_device())
+            self.arena = HostArena.for_device(current_device(), config.memory)
 
     def run(self, groups: ProcessGroupCollection) -> StepTrace:
         """Build the train state and do one step."""
@@ -121,6 +126,22 @@ class StepTracer:
                 optimizer_step(train_state.sharding)
         return self._result(train_state.model, model_state_bytes)
 
+    def run_evaluation(self, groups: ProcessGroupCollection) -> Peak:
+        """Score one micro-batch by a model without an optimizer; returns the peak of that."""
+        with self.mode, self.live, fsdp_categories(), torch.no_grad():
+            with allocating(MemoryCategory.STATES):
+                model = EvaluatedModel.build(
+                    self._build_model, self.config, groups, self.progress
+                ).model
+            batch = self.config.batch
+            shape = batch.micro_batch_size, batch.seq_length // groups.cp.size()  # [b, s/p]
+            with allocating(MemoryCategory.INPUTS):
+                tokens, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+            model(tokens, labels=labels)
+        # Megatron-core's layers draw a whole matrix in fp32 when they are built.
+        peaks = [peak for phase, peak in self.live.peaks.items() if phase != Phase.SETUP]
+        return max(peaks, key=lambda peak: peak.num_bytes)
+
     def _build_model(
         self, config: RunConfig, groups: ProcessGroupCollection, progress: StepProgress
     ) -> ChunkedLossGPTModel:
@@ -154,7 +175,7 @@ class StepTracer:
         return loss
 
     def _result(self, model: nn.Module, model_state_bytes: int) -> StepTrace:
-        counter = self.kernel.counter
+        counter, disk = self.kernel.counter, self.arena.disk
         attention = [module for module in model.modules() if hasattr(module, "ulysses")]
         sent_bytes = sum(module.ulysses.exchange.counter.sent_bytes for module in attention)
         ring = attention[0].context.ring  # one for all layers
@@ -166,14 +187,20 @@ class StepTracer:
             timeline=self.live.timeline,
             model_state_bytes=model_state_bytes,
             host_bytes=self.arena.reserved_bytes + self.live.host_bytes,
+            disk_bytes=disk.reserved_bytes if disk else 0,
+            disk_written_bytes=disk.written_bytes if disk else 0,
             attention_forward_calls_per_layer=counter.forward_calls / self.calls_in_forward,
             attention_flops=counter.flops,
             exchange_bytes_per_layer=sent_bytes // self.config.model.num_layers,
         )
 
 
-def trace_step(config: RunConfig, *, world_size: int, rank: int = 0) -> StepTrace:
+def trace_step(
+    config: RunConfig, *, world_size: int, rank: int = 0, evaluates: bool = False
+) -> StepTrace | Peak:
     """Run the step that ``config`` describes as ``rank`` of ``world_size``, without memory.
+
+    If it ``evaluates``, a forward without an optimizer, of which only the peak is returned.
 
     Makes and destroys the process groups of this process. Trace once per process: megatron-core
     keeps some tensors in module state, and a second trace would miss their allocation.
@@ -183,7 +210,8 @@ def trace_step(config: RunConfig, *, world_size: int, rank: int = 0) -> StepTrac
     try:
         groups = make_groups(config.parallel, config.distributed)
         with equal_ranks():
-            return StepTracer(config).run(groups)
+            tracer = StepTracer(config)
+            return tracer.run_evaluation(groups) if evaluates else tracer.run(groups)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -258,10 +258,17 @@ class Heartbeat:
 
 
 def heartbeat_of_setup(
-    phase: Phase, config: RunConfig, launch: Launch, store: dist.Store
+    phase: Phase,
+    config: RunConfig,
+    launch: Launch,
+    store: dist.Store,
+    progress: StepProgress | None = None,
 ) -> Heartbeat:
-    """A heartbeat for a long activity before the first step, such as building datasets."""
-    progress = StepProgress()
+    """A heartbeat for a long activity outside of steps, such as building datasets.
+
+    ``progress`` of the activity, if it reports any.
+    """
+    progress = progress or StepProgress()
     progress.begin("start", phase=phase)
 
     def say(line: str) -> None:  # the console of the run does not exist yet

@@ -164,6 +164,8 @@ def load_and_describe(run: Run) -> Progress:
     for number, plan in enumerate(run.plans):
         report.say(describe_stage(plan, number) if config.stages else describe(plan))
     report.say(describe_kernel(run.kernel, this_gpu() if device.gpu_properties() else None))
+    if run.train_state.disk is not None:
+        report.say(run.train_state.disk.describe())
     if run.datasets.description is not None:
         report.say(run.datasets.description)
     report.say(f"{run.train_state.describe()} | {progress.iteration} iterations done")

@@ -1,7 +1,7 @@
 """Everything before the first step: rendezvous, groups, plan, datasets, model and reporting."""
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -27,6 +27,7 @@ from megatron_untied.planner.search import describe_stage, plan_stages
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
 from megatron_untied.step_progress import StepProgress
+from megatron_untied.streaming.disk import ActivationDisk, require_folders
 from megatron_untied.training.exits import SignalWatch, watch_training
 from megatron_untied.training.initialize import Launch, errors_in_one_line, initialize
 from megatron_untied.training.liveness import (
@@ -90,10 +91,12 @@ def set_up(
         store = open_store(launch)
         require_same_config(config, launch, store)  # first: all that follows depends on flags
         require_on_first_rank(lambda: require_output_paths(config), launch, store)
-        start = find_agreed_start(config, gather_in(store, launch))
+        gather = gather_in(store, launch)
+        raise_on_all_ranks(lambda: require_folders(config.memory.activation_disk), gather)
+        start = find_agreed_start(config, gather)
         report_progress = None
         if config.distributed.enable_ft_package:
-            report_progress = raise_on_all_ranks(open_rank_monitor, gather_in(store, launch))
+            report_progress = raise_on_all_ranks(open_rank_monitor, gather)
     # A connection of its own per thread: a blocked call would block the others on the same one.
     signals = SignalWatch(store.clone(), launch.rank, advice=lambda: "nothing was trained")
     with errors_in_one_line(), signals:
@@ -108,6 +111,9 @@ def set_up(
             datasets = datasets_provider(config, start.progress)
         progress = StepProgress(device.record_event)  # marks on the stream, without synchronizing
         train_state = build_train_state(model_provider, config, groups, progress)
+        if train_state.disk is not None:
+            planned = plans or (Plan(config, this_machine(groups)),)
+            open_activation_disk(train_state.disk, planned)
         report = Reporter(config, launch, start=start.progress)
     heartbeat = Heartbeat(
         progress,
@@ -132,6 +138,19 @@ def set_up(
         heartbeat=heartbeat,
         layer_passes=config.model.num_layers * config.batch.num_micro_batches(groups.dp.size()),
     )
+
+
+def open_activation_disk(disk: ActivationDisk, plans: Sequence[Plan]) -> None:
+    """Reserve on the disks what the largest of the plans says; collective over all ranks.
+
+    From then on a failing disk ends the step on all ranks, before it updates weights.
+
+    Raises:
+        OSError: on every rank, if a folder has no room for it.
+    """
+    disk.postpones_failures = True
+    num_bytes = max(plan.activation_disk.rank_bytes for plan in plans)
+    raise_on_all_ranks(lambda: disk.open(num_bytes))
 
 
 def plan_run(

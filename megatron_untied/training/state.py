@@ -27,6 +27,7 @@ from megatron_untied.sharding.fsdp2 import FullSharding
 from megatron_untied.sharding.interface import ModelProvider, Sharding
 from megatron_untied.sharding.zero1 import MegatronSharding, build_scheduler
 from megatron_untied.step_progress import StepProgress
+from megatron_untied.streaming.disk import ActivationDisk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,8 @@ class TrainState:
     """The same objects, as saving and loading see them."""
     progress: StepProgress
     """Position in the current step; the model records its phases in the same object."""
+    disk: ActivationDisk | None = None
+    """Where the model's saved activations go on to from the host."""
 
     @property
     def model(self) -> nn.Module:
@@ -133,7 +136,8 @@ def build_train_state(
     # Allocates the weights; Adam's moments follow in the first step.
     sharding = kind(model_provider, config, groups, progress)
     scheduler = build_scheduler(sharding, config)
-    parameters = unwrap_model(sharding.model).named_parameters()
+    model = unwrap_model(sharding.model)
+    parameters = model.named_parameters()
     return TrainState(
         sharding=sharding,
         scheduler=scheduler,
@@ -148,4 +152,5 @@ def build_train_state(
             leaves_out_frozen=config.checkpoint.pretrained_checkpoint is not None,
         ),
         progress=progress,
+        disk=model.store and model.store.arena.disk,
     )

@@ -209,6 +209,9 @@ def compute_gradients(
     sharding = train_state.sharding
     sharding.zero_grad()
     losses = forward_backward(train_state, batches, total_weight, forward_step)
+    if train_state.disk is not None:
+        with errors_in_one_line():  # before the NaN that a failed read leaves is looked at
+            raise_on_all_ranks(train_state.disk.require_no_failure)
     with train_state.progress.phase(Phase.OPTIMIZER):
         norm = sharding.gradient_norm()
         # Tensor-parallel ranks have the same loss: the first of them counts.

@@ -167,6 +167,19 @@ def test_all_layers_can_be_offloaded_by_name():
         offloaded("most")
 
 
+def test_disks_are_folders_with_commas_between():
+    flags = {"recompute_granularity": "full", "cpu_offloading_num_layers": "all"}
+    memory = tiny_config(**flags, activation_disk="/a,/b", activation_disk_gib=0.5).memory
+    assert memory.activation_disk == ("/a", "/b")
+    assert (memory.activation_disk_gib, memory.activation_disk_checksums) == (0.5, True)
+    for value, message in {
+        "/a,": "argument --activation-disk: '/a,' has an empty folder; give DIR or DIR,DIR",
+        "/a,/b,/a": "'/a,/b,/a' has a folder twice; give each disk once",
+    }.items():
+        with rejects(message):
+            tiny_config(**flags, activation_disk=value)
+
+
 def test_global_batch_is_one_pass_of_the_data_parallel_ranks_unless_given():
     config = tiny_config(world_size=6, context_parallel_size=2, micro_batch_size=2,
                          global_batch_size=None)  # fmt: skip
@@ -337,6 +350,11 @@ def test_no_flag_is_both_honored_and_refused():
          "--dataloader-inter-document-masking has no effect without --reset-position-ids"),
         ({"document_boundaries": "eod"},
          "--document-boundaries has no effect without --reset-position-ids"),
+        ({"recompute_granularity": "full", "activation_disk": "/a"},
+         "--activation-disk has no effect without --cpu-offloading-num-layers; give both"),
+        ({"activation_disk_gib": 5}, "--activation-disk-gib has no effect without --activation-d"),
+        ({"no_activation_disk_checksums": True},
+         "--no-activation-disk-checksums has no effect without --activation-disk; give both"),
         ({"save_interval": 5}, "--save-interval has no effect without --save"),
         ({"finetune": True}, "--finetune has no effect without --load"),
         ({"use_checkpoint_args": True}, "--use-checkpoint-args has no effect without --load"),

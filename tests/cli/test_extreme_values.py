@@ -28,6 +28,7 @@ NEEDED = {
     "--sequence-tile-size": STREAMED,
     "--cpu-offloading-num-layers": STREAMED,
     "--recompute-method": STREAMED,
+    "--freeze": STREAMED,
     "--profile-step-start": PROFILED,
     "--profile-step-end": PROFILED,
     "--profile-ranks": PROFILED,
@@ -46,6 +47,7 @@ ANY_TEXT = {"0", "-1", "nan", "inf", "1e300", EXTREME[-1]}
 HONORED = {
     "--hidden-dropout": {"0"},
     "--attention-dropout": {"0"},
+    "--lora-dropout": {"0"},
     "--lr": {"0"},
     "--min-lr": {"0"},
     "--lr-warmup-iters": {"0"},

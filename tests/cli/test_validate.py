@@ -70,6 +70,10 @@ STREAMED = {"recompute_granularity": "full"}
          "recomputes all of them; give selective"),
         (1, {"recompute_granularity": "full", "cpu_offloading_num_layers": 3},
          "--cpu-offloading-num-layers 3 is more than --num-layers 2; use 2, or all"),
+        (1, {"recompute_granularity": "full", "cpu_offloading_num_layers": 0,
+             "activation_disk": "/tmp"},
+         "--activation-disk has no effect with --cpu-offloading-num-layers 0: what is offloaded to "
+         "the host goes on to the disk; give 2, or all"),
         (1, {"optimizer_cpu_offload": True},
          "--optimizer-cpu-offload needs --use-torch-fsdp2, whose optimizer can run on the host; "),
         (1, {"optimizer_cpu_offload": True, "use_distributed_optimizer": True},

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_untied.gpt_model import deferred
-from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy
+from megatron_untied.loss.chunked_cross_entropy import chunked_cross_entropy, token_scores
 from megatron_untied.norms import RMSNorm
 from tests.support.ranks import rank_shard, run_on_ranks
 
@@ -106,6 +106,37 @@ def check_against_plain(group, sequence_parallel, dtype):
         error = (weight.grad - rank_shard(d_weight, group)).abs().max()
         assert error / d_weight.abs().max() < TOLERANCE[dtype]
     return losses
+
+
+def check_scores(group, sequence_parallel):
+    for rows, b, chunk_size in ((256, 1, 5), (256, 2, None), (1024, 2, 7)):
+        hidden, weight, labels, _ = make_case(b=b, rows=rows, dtype=torch.float32)
+        # Ties over the ranks: three tokens of the same logits, which beat all others of some rows.
+        weight[[3, 77, 240]] = 3 * weight[3]
+        labels = labels.clamp(min=0)
+        logits = hidden.double().transpose(0, 1) @ weight[:VOCABULARY].double().t()  # [b, n, v]
+        expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        mine = rank_shard(hidden, group) if sequence_parallel else hidden.clone()
+        found = token_scores(
+            mine,
+            rank_shard(weight, group),
+            labels,
+            vocab_size=VOCABULARY,
+            chunk_size=chunk_size,
+            tp_group=group,
+            sequence_parallel=sequence_parallel,
+        )
+        assert relative_error(found.losses, expected.view(b, -1)) < TOLERANCE[torch.float32]
+        assert torch.equal(found.predictions, logits.argmax(-1))
+        assert (found.predictions == 3).any()
+        untouched = rank_shard(hidden, group) if sequence_parallel else hidden
+        assert torch.equal(mine, untouched)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_scores_of_tokens_are_those_of_whole_logits(world_size, sequence_parallel):
+    run_on_ranks(check_scores, world_size, sequence_parallel)
 
 
 def test_padding_rows_may_hold_anything():

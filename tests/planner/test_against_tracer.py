@@ -150,6 +150,15 @@ def workspace_of(trace: StepTrace) -> dict[str, dict[str, int]]:
     }
 
 
+def _trace_evaluations(names: tuple[str, ...]) -> dict[str, int]:
+    found = {}
+    for name in names:
+        size = ranks_of(FAST[name])
+        config = run_config(FAST[name], world_size=size)
+        found[name] = trace_step(config, world_size=size, evaluates=True).num_bytes
+    return found
+
+
 def ranks_of(flags: str) -> int:
     return 1 if "--context-parallel-size 1 " in flags else 8
 
@@ -165,7 +174,7 @@ def check(flags: str, traced: Counted) -> Plan:
     host = ShardedWeights.of(geometry).on_host().total()
     if config.memory.recompute_granularity is not None:
         streamed = memory_plan(geometry, rank=0)
-        host += streamed.host_bytes()
+        host += streamed.host_arena().reserved_bytes
         check_workspace(streamed, traced)
     # The steps of an optimizer on the host are a number for each parameter.
     assert host == pytest.approx(traced.host, abs=1024)
@@ -190,6 +199,17 @@ def traces():
 @pytest.mark.parametrize("name", FAST)
 def test_peak_and_host_bytes_are_those_of_the_traced_step(traces, name):
     check(FAST[name], traces[name])
+
+
+def test_the_peak_of_an_evaluation_is_that_of_the_traced_forward():
+    names = "selective, overlapped", "parked", "distributed optimizer"
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        traced = executor.submit(_trace_evaluations, names).result()
+    for name in names:
+        plan = Plan(run_config(FAST[name]), machine())
+        assert plan.evaluation_peak.num_bytes == pytest.approx(traced[name], rel=0.01), name
+        assert plan.evaluation_peak.num_bytes < 0.7 * plan.peak.num_bytes
 
 
 @pytest.fixture(scope="module")

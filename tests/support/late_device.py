@@ -8,6 +8,7 @@ buffer that is reused too soon changes nothing. While :func:`late_device` is ent
   read or write it at any time between;
 * a copy between device and host runs when compute waits for it (:class:`.LateStreams`), and until
   then the memory fetched into is poisoned;
+* a request to a disk runs when the host waits for it, or for another one (:class:`.LateThreads`);
 * ``backward()`` runs in another thread, as autograd's does for a CUDA device.
 
 Poison is NaN, or the largest integer. Faults are collected and raised at the end: a rank that
@@ -28,8 +29,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
+from megatron_untied.config import MemoryConfig
 from megatron_untied.streaming.copy_engine import Copy, CopyEngine
+from megatron_untied.streaming.disk import ActivationDisk
 from megatron_untied.streaming.host_arena import HostArena, allocate_pageable
+from tests.support.late_threads import LateThreads
 from tests.support.simulated_streams import LateStreams, run_until
 
 # Positions of the arguments that are received and sent: tensors or lists of them.
@@ -93,10 +97,13 @@ class LateDevice:
         self.num_launches += 1
         return work
 
-    def host_arena(self, _: torch.device) -> HostArena:
+    def host_arena(self, _: torch.device, memory: MemoryConfig) -> HostArena:
         """Stands for :meth:`.HostArena.for_device`."""
         self.engines.append(LateCopyEngine())
-        return HostArena(self.engines[-1], allocate_pageable)
+        disk = ActivationDisk.of(memory)
+        if disk is not None:
+            disk._threads = LateThreads()
+        return HostArena(self.engines[-1], allocate_pageable, disk)
 
     def require_no_fault(self) -> None:
         """Raise if a buffer in flight was written to, or if something was never waited for."""

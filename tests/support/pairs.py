@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def values_of(indices: Mapping[str, int], factors: Mapping[str, Sequence[Any]]) 
 
 
 def memory_flags(case: Case) -> dict[str, Any]:
-    """Flags of the factors recompute, kept, host_layers, park, tile, sharding and tensor."""
+    """Flags of the factors recompute, kept, host_layers, disk, park, tile, sharding and tensor."""
     flags = {
         "tensor_model_parallel_size": case["tensor"],
         "sequence_parallel": case["tensor"] > 1 or None,
@@ -61,6 +62,8 @@ def memory_flags(case: Case) -> dict[str, Any]:
         flags |= {"recompute_granularity": kind, "recompute_method": "uniform"}
         flags["attention_output_layers"] = case.get("kept")
         flags |= {"recompute_num_layers": every, "cpu_offloading_num_layers": case["host_layers"]}
+        # Its files have no names: nothing is left there.
+        flags["activation_disk"] = tempfile.gettempdir() if case["disk"] else None
     if case["sharding"]:
         flags[case["sharding"]] = True
     return flags

@@ -20,6 +20,9 @@ class Event:
     origin: "SimulatedStream"
     is_done: bool = False
 
+    def synchronize(self) -> None:
+        run_until(self)
+
 
 @dataclass(eq=False)
 class SimulatedStream:

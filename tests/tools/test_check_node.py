@@ -18,7 +18,12 @@ from megatron_untied.commands.check_node import (
 from megatron_untied.platform.device import host_memory_bytes
 
 NEEDED = Node(
-    gpus=8, gpu_memory_gib=61.2, host_memory_gib=1830, pinned_gib=222, shared_memory_gib=6
+    gpus=8,
+    gpu_memory_gib=61.2,
+    host_memory_gib=1830,
+    pinned_gib=222,
+    shared_memory_gib=6,
+    activation_disk_gib=480,
 )
 H100_NODE = Node(
     gpus=8,
@@ -26,6 +31,7 @@ H100_NODE = Node(
     host_memory_gib=1990.2,
     pinned_gib=NO_LIMIT,
     shared_memory_gib=1000,
+    activation_disk_gib=4000,
 )
 
 
@@ -107,6 +113,19 @@ def test_a_limit_on_locked_memory_does_not_keep_a_run_from_starting(capsys, monk
     assert check_node.main(FLAGS) == 0
     warning = capsys.readouterr().err
     assert re.fullmatch(r"warning: this node has 0.1 GiB of pinned .*memlock=-1\n", warning)
+
+
+def test_disks_for_activations_need_folders_with_room(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(check_node, "this_node", lambda: H100_NODE)
+    small = ["--activation-disk", f"{tmp_path}", "--activation-disk-gib", "2"]
+    large = ["--activation-disk", f"{tmp_path},{tmp_path}/missing"]
+    assert check_node.main([*FLAGS, *small]) == 0
+    assert re.search(r"GiB for --activation-disk +needed +16 +here", capsys.readouterr().out)
+    assert check_node.main([*FLAGS, *large]) == 1
+    assert re.search(
+        r"has 0 GiB for --activation-disk, and 480 are needed; give folders that exist on larger",
+        capsys.readouterr().err,
+    )
 
 
 def test_ranks_that_gloo_joins_need_no_gpus(capsys, monkeypatch):

@@ -16,6 +16,7 @@ FACTORS = {
     "recompute": [None, *((kind, k) for kind in ("full", "selective") for k in (1, 2, 3))],
     "kept": [None, 0, 1, 3],
     "host_layers": [0, 2, LAYERS],
+    "disk": [False, True],
     "park": [False, True],
     "tile": [None, 24, 7],
     "loss_chunk": [1, 13, None],
@@ -32,6 +33,8 @@ def is_valid(case: dict) -> bool:
     Only ``selective`` keeps attention outputs.
     """
     plain = case["host_layers"] == 0 and not case["park"] and case["tile"] is None
+    if case["disk"] and case["host_layers"] < LAYERS:  # of fewer, none are on the disk
+        return False
     if case["kept"] is not None and (case["recompute"] or "f")[0] != "selective":
         return False
     return case["context"] * case["tensor"] <= 4 and (case["recompute"] is not None or plain)

@@ -49,6 +49,7 @@ FACTORS = {
     "context": list(CONTEXT),
     "recompute": [None, ("full", 1), ("full", 2), ("selective", 1), ("selective", 3)],
     "host_layers": [0, 2, LAYERS],
+    "disk": [False, True],
     "park": [False, True],
     "overlap": [True, False],
     "tile": [None, 7],
@@ -61,6 +62,8 @@ FACTORS = {
 def is_valid(case: dict) -> bool:
     """At most four ranks; without recomputation nothing is saved by us, parked or tiled."""
     plain = case["host_layers"] == 0 and not case["park"] and case["tile"] is None
+    if case["disk"] and case["host_layers"] < LAYERS:  # of fewer, none are on the disk
+        return False
     ranks = math.prod(case["context"]) * case["tensor"]
     return ranks <= 4 and (case["recompute"] is not None or plain)
 

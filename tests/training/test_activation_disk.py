@@ -1,0 +1,219 @@
+"""Runs whose saved activations go to disks: the same losses, and no training on wrong bytes."""
+
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import pretrain_gpt
+from megatron_untied.planner.machine import this_machine
+from megatron_untied.planner.plan import Plan
+from megatron_untied.step_progress import StepProgress
+from megatron_untied.streaming.disk import ActivationDisk
+from megatron_untied.training.initialize import UserError, initialize
+from megatron_untied.training.metrics import read_metrics
+from megatron_untied.training.state import build_train_state
+from megatron_untied.training.step import train_step
+from tests.support.command_line import command_line, tiny_config
+from tests.support.late_threads import LateThreads
+from tests.support.launch import launch
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_run import batch_of, launch_of, train
+
+LAYERS = 4
+RUN = {
+    "num_layers": LAYERS,
+    "train_iters": 2,
+    "context_parallel_size": 2,
+    "cp_heads_per_chunk": 2,
+    "sequence_tile_size": 7,
+    "loss_chunk_size": 13,
+    "recompute_granularity": "selective",
+    "cpu_offloading_num_layers": LAYERS,
+}
+KINDS = {
+    "selective": {},
+    "parked": {"park_during_attention": True},
+    "full": {"recompute_granularity": "full"},
+    "parked groups": {
+        "recompute_method": "uniform", "recompute_num_layers": 3, "park_during_attention": True
+    },
+    "groups of which one recomputes attention": {
+        "recompute_method": "uniform", "recompute_num_layers": 2, "attention_output_layers": 3
+    },
+}  # fmt: skip
+PART_GIB = 5e-5
+"""Room for some of the layers."""
+
+
+def train_on_disks(group, metrics, seed, flags):
+    """Bytes that went to the disks; requests are done late, in an order of ``seed``, if given."""
+    opened, disks = ActivationDisk.open, []
+
+    def open_late(self, *args):
+        self._threads = self._threads if seed is None else LateThreads(seed)
+        disks.append(self)
+        return opened(self, *args)
+
+    with mock.patch.object(ActivationDisk, "open", open_late):
+        train(group, metrics, **RUN | flags)
+    return (disks[0].reserved_bytes, disks[0].read_bytes) if disks else (0, 0)
+
+
+def curve(folder: Path, seed: int | None, flags: dict) -> tuple[list, list]:
+    metrics = folder / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    used = run_on_ranks(train_on_disks, 2, metrics, seed, flags)
+    return [(step["lm_loss"], step["grad_norm"]) for step in read_metrics(metrics)], used
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_without_disks_bit_for_bit(tmp_path, kind):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    both = {"activation_disk": ",".join(map(str, folders)), **KINDS[kind]}
+    plain, _ = curve(tmp_path, None, KINDS[kind])
+    everything, all_used = curve(tmp_path, None, both)
+    part, part_used = curve(tmp_path, 0, both | {"activation_disk_gib": PART_GIB})
+    late, _ = curve(tmp_path, 1, both | {"no_activation_disk_checksums": True})
+    assert plain == everything == part == late
+    assert min(read for _, read in all_used) > 0
+    if kind != "full":  # of which little is saved
+        assert 0 < max(part_used) < min(all_used)
+    assert max(kept for kept, _ in part_used) <= PART_GIB * 2**30
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+
+
+def planned_and_used(group, flags):
+    config = tiny_config(group.size(), **RUN | flags)
+    groups = initialize(config, launch_of(group))
+    state = build_train_state(pretrain_gpt.model_provider, config, groups, StepProgress())
+    batches = [batch_of(groups, seed=number) for number in range(2)]
+    forward_step = pretrain_gpt.forward_step
+    train_step(state, batches, num_samples=8, forward_step=forward_step)
+    plan, store = Plan(config, this_machine(groups)), state.model.module.store
+    found = store.arena.reserved_bytes, state.disk.reserved_bytes
+    return found, (plan._arenas[0].reserved_bytes, plan.activation_disk.rank_bytes), [
+        (state.disk.written_bytes, plan.activation_disk.written_bytes),
+        (state.disk.read_bytes, plan.activation_disk.read_bytes),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", [None, PART_GIB])
+@pytest.mark.parametrize("kind", KINDS)
+def test_host_and_disk_take_what_is_planned(tmp_path, kind, part):
+    flags = KINDS[kind] | {"activation_disk": tmp_path, "activation_disk_gib": part}
+    flags |= {"global_batch_size": 8, "micro_batch_size": 4}
+    for used, planned, moved in run_on_ranks(planned_and_used, 2, flags):
+        assert used == planned
+        assert all(found == expected for found, expected in moved)
+
+
+REQUESTS_OF_A_STEP = 80
+"""Four micro-batches write and read two layers: an input and four chunks of heads each."""
+
+
+def fail_in_step_two(group, folder, what, after):
+    """The error of a run whose disk fails on rank 1 after so many requests."""
+    calls = []
+
+    def failing(call, writes: bool):
+        def request(descriptor, parts, offset):
+            calls.append(offset)
+            fails = group.rank() == 1 and len(calls) > after and writes == (what == "write")
+            if fails and what != "bit":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            count = call(descriptor, parts, offset)
+            if fails:
+                parts[0][0] ^= 1
+            return count
+
+        return request
+
+    with (
+        mock.patch.object(os, "pwritev", failing(os.pwritev, True)),
+        mock.patch.object(os, "preadv", failing(os.preadv, False)),
+    ):
+        try:
+            train(group, **RUN, activation_disk=folder, save=f"{folder}/saved", save_interval=1)
+        except UserError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("what", ["write", "read", "bit"])
+def test_a_failing_disk_ends_the_run_before_weights_are_updated(tmp_path, what):
+    answers = run_on_ranks(fail_in_step_two, 2, str(tmp_path), what, REQUESTS_OF_A_STEP + 3)
+    assert len(set(answers)) == 1
+    said = {"write": "failed to write", "read": "failed to read", "bit": "crc32 differs"}[what]
+    assert answers[0].startswith(f"error: --activation-disk {tmp_path}")
+    assert said in answers[0]
+    assert "(rank 1 on " in answers[0]
+    tracker = tmp_path / "saved/latest_checkpointed_iteration.txt"
+    assert tracker.read_text().strip() == "1"
+
+
+def start(group, flags, full_rank):
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if group.rank() == full_rank else None
+    with mock.patch.object(os, "posix_fallocate", side_effect=error):
+        try:
+            train(group, **RUN | flags)
+        except UserError as error:
+            return str(error)
+
+
+def test_a_disk_without_room_ends_the_start(tmp_path):
+    answers = run_on_ranks(start, 2, {"activation_disk": tmp_path}, 1)
+    assert len(set(answers)) == 1
+    assert f"error: --activation-disk {tmp_path} has no room for" in answers[0]
+    assert "No space left on device (rank 1 on " in answers[0]
+
+
+def test_a_folder_that_is_not_there_ends_the_start(tmp_path):
+    answers = run_on_ranks(start, 2, {"activation_disk": f"{tmp_path},{tmp_path}/x"}, None)
+    missing = f"error: --activation-disk {tmp_path}/x is not a folder on this node"
+    assert all(answer.startswith(missing) for answer in answers)
+
+
+KILLED = RUN | {"train_iters": 4, "save_interval": 2}
+
+
+def run_and_die(rank: int, folder: Path, dies: bool) -> None:
+    read, reads = ActivationDisk.read, []
+
+    def dying(self, *args):
+        reads.append(1)
+        if dies and rank == 1 and len(reads) == 90:  # in a backward of the third step
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(self, *args)
+
+    ActivationDisk.read = dying
+    flags = KILLED | {"activation_disk": folder / "disk", "metrics_jsonl": folder / "metrics.jsonl"}
+    flags |= {"save": folder / "saved"} | ({} if dies else {"load": folder / "saved"})
+    sys.argv = ["pretrain_gpt.py", *command_line(**flags)]
+    pretrain_gpt.main()
+
+
+def test_after_a_kill_nothing_is_left_and_the_run_goes_on(tmp_path):
+    (tmp_path / "disk").mkdir()
+    launch(run_and_die, 2, tmp_path, tmp_path, True, wait_for=[1], timeout=400)
+    assert list((tmp_path / "disk").iterdir()) == []
+    tracker = tmp_path / "saved/latest_checkpointed_iteration.txt"
+    assert tracker.read_text().strip() == "2"
+    launch(run_and_die, 2, tmp_path, tmp_path, False, timeout=400)
+    assert list((tmp_path / "disk").iterdir()) == []
+    resumed = read_metrics(tmp_path / "metrics.jsonl")[-2:]
+    (tmp_path / "other").mkdir()
+    whole = uninterrupted(tmp_path / "other")[-2:]
+    assert [step["iteration"] for step in resumed] == [3, 4]
+    assert [step["lm_loss"] for step in resumed] == [step["lm_loss"] for step in whole]
+
+
+def uninterrupted(folder: Path) -> list[dict]:
+    run_on_ranks(train, 2, folder / "metrics.jsonl", get_batch=pretrain_gpt.get_batch,
+                 **KILLED | {"save_interval": None})  # fmt: skip
+    return read_metrics(folder / "metrics.jsonl")

@@ -81,9 +81,9 @@ class Tiles:
         last_tile = own if geo.num_tiles > 1 else 0
         qkv_backward = qkv + attended + converted + last_tile + 2 * own
         is_adapted = bool(targets("q_proj", "k_proj", "v_proj"))
-        # The norms' backward reads q and k; adapters make a second gradient of the normed tile.
+        # The norms' backward reads q and k, and adapters add to them.
         if model.qk_layernorm or is_adapted or not is_local:
-            qkv_backward += qkv + copied + own * is_adapted
+            qkv_backward += qkv + copied
         qkv_backward += max(layer.qkv.trained_numel for layer in units.layers)
         on_host = geo.config.memory.park_during_attention  # dK and dV: a tile of them is fetched
         if gathers:

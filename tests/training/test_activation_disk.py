@@ -200,11 +200,11 @@ def run_and_die(rank: int, folder: Path, dies: bool) -> None:
 
 def test_after_a_kill_nothing_is_left_and_the_run_goes_on(tmp_path):
     (tmp_path / "disk").mkdir()
-    launch(run_and_die, 2, tmp_path, tmp_path, True, wait_for=[1])
+    launch(run_and_die, 2, tmp_path, tmp_path, True, wait_for=[1], timeout=400)
     assert list((tmp_path / "disk").iterdir()) == []
     tracker = tmp_path / "saved/latest_checkpointed_iteration.txt"
     assert tracker.read_text().strip() == "2"
-    launch(run_and_die, 2, tmp_path, tmp_path, False)
+    launch(run_and_die, 2, tmp_path, tmp_path, False, timeout=400)
     assert list((tmp_path / "disk").iterdir()) == []
     resumed = read_metrics(tmp_path / "metrics.jsonl")[-2:]
     (tmp_path / "other").mkdir()

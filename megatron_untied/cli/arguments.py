@@ -138,11 +138,7 @@ def parse_arguments(
             other; the message has the remedy.
     """
     given = with_preset(parse_flags(argv))  # a preset's flags are checked as if given
-    for name, other in REQUIRED_FLAGS.items():
-        if name in given and other not in given:
-            raise ValueError(f"{flag_of(name)} has no effect without {flag_of(other)}; give both")
-    if "use_checkpoint_args" in given and not given.keys() & {"load", "pretrained_checkpoint"}:
-        raise ValueError("--use-checkpoint-args has no effect without --load; give both")
+    _require_partners(given)
     values = with_lengths(given, defaults() | given)
     # Before building any part, whose arithmetic needs these.
     _require(values, "seq_length", "micro_batch_size", "train_iters", "lr", "tokenizer_type")
@@ -181,12 +177,7 @@ def parse_arguments(
         logging=_logging(values),
         distributed=DistributedConfig(backend="gloo"),  # replaced below: it depends on the stages
         profiling=_take(ProfilingConfig, values, profile_ranks=tuple(values["profile_ranks"])),
-        adaptation=_take(
-            AdaptationConfig,
-            values,
-            freeze=tuple(values["freeze"]),
-            lora_targets=tuple(t for t in LORA_TARGETS if t in values["lora_targets"]),
-        ),
+        adaptation=_adaptation(values),
         attention_backend=values["attention_backend"],
         transformer_impl=values["transformer_impl"],
         seed=values["seed"],
@@ -202,6 +193,24 @@ def parse_arguments(
     stages = (config.in_stage(number) for number in range(len(config.stages) or 1))
     sized = by_sizes(max(stages, key=lambda each: each.batch.seq_length))  # the same in all of them
     return replace(config, memory=sized.memory, parallel=sized.parallel)
+
+
+def _require_partners(given: Values) -> None:
+    """Refuse flags that have no effect without another one, which is absent."""
+    for name, other in REQUIRED_FLAGS.items():
+        if name in given and other not in given:
+            raise ValueError(f"{flag_of(name)} has no effect without {flag_of(other)}; give both")
+    if "use_checkpoint_args" in given and not given.keys() & {"load", "pretrained_checkpoint"}:
+        raise ValueError("--use-checkpoint-args has no effect without --load; give both")
+
+
+def _adaptation(values: Values) -> AdaptationConfig:
+    return _take(
+        AdaptationConfig,
+        values,
+        freeze=tuple(values["freeze"]),
+        lora_targets=tuple(t for t in LORA_TARGETS if t in values["lora_targets"]),
+    )
 
 
 def parse_flags(argv: Sequence[str]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ KINDS = {
         "recompute_method": "uniform", "recompute_num_layers": 2, "attention_output_layers": 3
     },
 }  # fmt: skip
-PART_GIB = 5e-5
+PART_GIB = 2.5e-5
 """Room for some of the layers."""
 
 
@@ -83,8 +83,8 @@ def test_losses_are_those_without_disks_bit_for_bit(tmp_path, kind):
     late, _ = curve(tmp_path, 1, both | {"no_activation_disk_checksums": True})
     assert plain == everything == part == late
     assert min(read for _, read in all_used) > 0
-    if kind != "full":  # of which little is saved
-        assert 0 < max(part_used) < min(all_used)
+    if kind in ("selective", "parked", "parked groups"):  # others save so little that it has room
+        assert 0 < max(read for _, read in part_used) < min(read for _, read in all_used)
     assert max(kept for kept, _ in part_used) <= PART_GIB * 2**30
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
 

@@ -53,6 +53,7 @@ def test_each_shortfall_has_both_numbers_and_what_to_do():
             "has 1,007.5 GiB of host memory, and 1,830 .* --recompute-granularity full",
             "warning: .* 0 GiB of pinned memory per process, and 222 .* ulimit -l unlimited",
             "has 0.1 GiB in /dev/shm, and 6 .* --ipc=host",
+            "has 0 GiB for --activation-disk, and 480 are needed; give folders that exist",
         ],
         strict=True,
     ):

@@ -38,6 +38,7 @@ SMALL = {
     "--seq-length": "256",
     "--vocab-size": "250",
     "--train-iters": "3",
+    "--activation-disk": tempfile.gettempdir(),
 }
 """What a command for eight GPUs becomes on a CPU."""
 
@@ -146,6 +147,22 @@ def installs(command: str) -> None:
         Requirement(word)
 
 
+def installs_file(command: str) -> None:
+    """The requirements of a file can be read; installing them takes minutes and a network."""
+    words = shlex.split(command)
+    for line in (ROOT / words[words.index("-r") + 1]).read_text().splitlines():
+        if not line.startswith("#"):
+            Requirement(line)
+
+
+def measures(command: str) -> None:
+    """The program has the flags; tests/benchmarks runs it at toy size."""
+    _, _, module, *arguments = shlex.split(command)
+    known = run(f"python -m {module} --help")
+    for argument in arguments:
+        assert not argument.startswith("--") or argument in known, argument
+
+
 def starts_pre_commit(command: str) -> None:
     assert command == "pre-commit install"
     assert (ROOT / ".pre-commit-config.yaml").is_file()
@@ -162,9 +179,11 @@ OF_OTHER_PROGRAMS = {
     *("--dry-run", "--rehearse"),  # launchers'
     *("--build-arg", "--ipc=host", "--ulimit", "--time"),  # docker's
     *("--shutdown-timeout", "--numa-binding"),  # torchrun's
+    "--ft-rank-heartbeat-timeout",  # ft_launcher's
     *(
         "--input",
         "--output-prefix",
+        "--join-folders",
         "--on-bad-line",
         "--append-eod",
         "--resume",
@@ -191,6 +210,8 @@ CHECKS = {
     "python tools/plot_schedule.py ": run,
     "python tools/plan_memory.py ": run,
     "pip install ": installs,
+    "DS_BUILD_OPS=0 pip install ": installs_file,
+    "python -m benchmarks.": measures,
     "pre-commit ": starts_pre_commit,
     "ruff ": runs_elsewhere,
 }

@@ -71,7 +71,10 @@ def curve(folder: Path, seed: int | None, flags: dict) -> tuple[list, list]:
     return [(step["lm_loss"], step["grad_norm"]) for step in read_metrics(metrics)], used
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    ["selective", "parked", *(pytest.param(k, marks=pytest.mark.slow) for k in list(KINDS)[2:])],
+)
 def test_losses_are_those_without_disks_bit_for_bit(tmp_path, kind):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

@@ -62,7 +62,9 @@ def whole(tmp_path_factory, curriculum):
     return folder, said
 
 
-@pytest.mark.parametrize("stop", [2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize(
+    "stop", [3, 4, 6, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (2, 5, 7))]
+)
 def test_stopped_before_at_and_after_each_border_it_goes_on_bit_for_bit(
     tmp_path, curriculum, whole, stop
 ):

@@ -11,6 +11,7 @@ activations.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -76,14 +77,11 @@ class Adapter(nn.Module):
             self.register_parameter(name, parameter)
 
 
-def _adapters(input_size: int, rows: Rows, *arguments, split: str) -> nn.ModuleDict:
-    return nn.ModuleDict(
-        {target: Adapter(input_size, its, *arguments, split=split) for target, its in rows.items()}
-    )
+class _Adapted(nn.Module):
+    """What both linear layers of megatron-core have with adapters; it comes before theirs."""
 
-
-class AdaptedColumnParallelLinear(ColumnParallelLinear):
-    """Megatron-core's layer, whose output the adapters add to in place."""
+    split: ClassVar[str]
+    """The matrix of an adapter that is cut over tensor-parallel ranks, as the layer's is."""
 
     def __init__(
         self,
@@ -97,7 +95,19 @@ class AdaptedColumnParallelLinear(ColumnParallelLinear):
     ):
         """``arguments``: megatron-core's other ones."""
         super().__init__(input_size, output_size, config=config, **arguments)
-        self.adapters = _adapters(input_size, rows, adaptation, config, split="lora_B")
+        width = self.weight.shape[1]  # of the input on this rank
+        self.adapters = nn.ModuleDict(
+            {
+                target: Adapter(width, its, adaptation, config, split=self.split)
+                for target, its in rows.items()
+            }
+        )
+
+
+class AdaptedColumnParallelLinear(_Adapted, ColumnParallelLinear):
+    """Megatron-core's layer, whose output the adapters add to in place."""
+
+    split = "lora_B"
 
     def forward(self, input_: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
         """[n, b, m] or [n/t, b, m] -> [n, b, rows], and the bias if the caller adds it."""
@@ -111,23 +121,10 @@ class AdaptedColumnParallelLinear(ColumnParallelLinear):
         return y, bias
 
 
-class AdaptedRowParallelLinear(RowParallelLinear):
+class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):
     """Megatron-core's layer, plus the output of its adapter."""
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        rows: Rows,
-        adaptation: AdaptationConfig,
-        **arguments: object,
-    ):
-        """``arguments``: megatron-core's other ones."""
-        super().__init__(input_size, output_size, config=config, **arguments)
-        width = self.input_size_per_partition
-        self.adapters = _adapters(width, rows, adaptation, config, split="lora_A")
+    split = "lora_A"
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """[n, b, columns of this rank] -> [n, b, m] or [n/t, b, m], and the bias."""

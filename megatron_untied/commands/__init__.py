@@ -5,6 +5,7 @@ pyproject.toml). In a checkout, short scripts under ``tools/`` and ``benchmarks/
 ``main``.
 """
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -20,3 +21,19 @@ def documentation(text: str) -> str:
     if not program.startswith("megatron-untied-"):  # a script, which the examples name
         return text
     return re.sub(r"python (tools|benchmarks)/\w+\.py", program, text)
+
+
+def parser_beside_training(text: str, own_flags: str) -> argparse.ArgumentParser:
+    """A parser of a program's own flags, which leaves those of training to their own parser.
+
+    Args:
+        text: the program's docstring.
+        own_flags: those that must be given, for the usage line.
+    """
+    return argparse.ArgumentParser(
+        description=documentation(text),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=f"%(prog)s {own_flags} [these] FLAGS OF TRAINING",
+        epilog="Flags of training: python pretrain_gpt.py --help",
+        allow_abbrev=False,  # training flags must reach their own parser whole
+    )

@@ -22,7 +22,6 @@ Writes context.json and a picture for each task into --output. Needles are sente
 documents; with NullTokenizer random tokens, without --data-path among random tokens.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -43,7 +42,7 @@ from rich.console import Console
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.cli.flag_values import count, integer, tokens
 from megatron_untied.cli.planner_flags import complete
-from megatron_untied.commands import documentation
+from megatron_untied.commands import parser_beside_training
 from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.sequence import SequenceLayout
 from megatron_untied.data.context_samples import (
@@ -92,13 +91,7 @@ def parse_request(argv: Sequence[str], world_size: int) -> ContextRequest:
     Raises:
         ValueError: as ``parse_arguments``, or for lengths that do not fit.
     """
-    parser = argparse.ArgumentParser(
-        description=documentation(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s --output FOLDER [these] FLAGS OF TRAINING",
-        epilog="Flags of training: python pretrain_gpt.py --help",
-        allow_abbrev=False,  # training flags must reach their own parser whole
-    )
+    parser = parser_beside_training(__doc__, "--output FOLDER")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, help="(all that the data allow)")
     parser.add_argument("--num-documents", type=count, default=8, help="long documents (8)")

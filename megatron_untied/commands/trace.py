@@ -29,7 +29,7 @@ from rich.console import Console
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.cli.flag_values import count
 from megatron_untied.cli.planner_flags import complete
-from megatron_untied.commands import documentation
+from megatron_untied.commands import parser_beside_training
 from megatron_untied.phases import Phase
 from megatron_untied.planner.automatic import is_automatic
 from megatron_untied.planner.machine import GIB
@@ -40,13 +40,7 @@ from megatron_untied.training.initialize import errors_in_one_line
 
 def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This tool's flags, and those of the run."""
-    parser = argparse.ArgumentParser(
-        description=documentation(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s --world-size N [these] FLAGS OF TRAINING",
-        epilog="Flags of training: python pretrain_gpt.py --help",
-        allow_abbrev=False,  # training flags must reach their own parser whole
-    )
+    parser = parser_beside_training(__doc__, "--world-size N")
     parser.add_argument("--world-size", type=count, required=True, help="ranks of the run")
     parser.add_argument("--rank", type=int, default=0, help="the rank to trace (0)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers here")

@@ -50,7 +50,9 @@ def memory_plan(geometry: Geometry, rank: int, *, evaluates: bool = False) -> Me
     ``evaluates``: there is no backward.
     """
     memory, config = geometry.config.memory, geometry.config
+    # An evaluation saves as little as layers of which nothing is trained.
     first = first_layer_with_backward(config.model, config.adaptation)
+    first = geometry.num_layers if evaluates else first
     own_rows = geometry.residual_tokens // geometry.b
     sizes = LayerSizes(
         attention=attention_sizes(geometry, rank),
@@ -63,7 +65,6 @@ def memory_plan(geometry: Geometry, rank: int, *, evaluates: bool = False) -> Me
     known += (sizes.attention.dtype, *sizes.residual, sizes.tile_size, sizes.tile_rows)
     taken = _taken.setdefault((*known, sizes.loss_tokens), {})
     policy = ActivationPolicy.of(memory, geometry.num_layers, first)
-    policy = policy.without_backward() if evaluates else policy
     return MemoryPlan(sizes, policy, memory, taken)
 
 

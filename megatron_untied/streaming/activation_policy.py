@@ -84,21 +84,3 @@ class ActivationPolicy:
                 )
             )
         return cls(park=memory.park_during_attention, layers=tuple(layers))
-
-    def without_backward(self) -> "ActivationPolicy":
-        """The policy of an evaluation: nothing is saved, and only parked layers use the host."""
-        layers = [
-            LayerPolicy(
-                group=range(index, index + 1),
-                has_backward=False,
-                saves_input=False,
-                keeps_output=False,
-                saves_output=False,
-                input_on_host=False,
-                output_on_host=self.park,
-                lse_on_host=False,
-                goes_to_disk=False,
-            )
-            for index in range(len(self.layers))
-        ]
-        return ActivationPolicy(park=self.park, layers=tuple(layers))

@@ -81,11 +81,7 @@ def get_batch(samples: dict[str, Tensor], config, groups) -> Batch:
     So are documents: attention is over the whole sequence, whatever this rank's share of it.
     """
     data, layout = config.data, SequenceLayout.of(config.parallel, rank=groups.cp.rank())
-    shard = {
-        name: layout.shard(samples[name]).to(device.current_device())
-        for name in ("tokens", "labels", "loss_mask", "positions")  # not the number of the sample
-        if name in samples
-    }
+    shard = {name: layout.shard(x).to(device.current_device()) for name, x in samples.items()}
     masked = data.dataloader_inter_document_masking
     return Batch(
         tokens=shard["tokens"],

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from megatron_untied.planner.machine import GIB
+from megatron_untied.platform.device import GIB
 
 HERE = Path(__file__).parent
 MI = 2**20

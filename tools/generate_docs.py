@@ -17,9 +17,9 @@ from typing import Any
 
 from megatron_untied.cli.flags import FLAGS, NOT_YET
 from megatron_untied.cli.planner_flags import parse_plan_request
-from megatron_untied.planner.machine import GIB
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.search import search
+from megatron_untied.platform.device import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.sizes import Sizes
-from megatron_untied.planner.machine import GIB
 from megatron_untied.platform import device
+from megatron_untied.platform.device import GIB
 
 REQUIRED = ("torch", "megatron.core", "megatron_untied")
 OPTIONAL = (

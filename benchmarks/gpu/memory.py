@@ -16,9 +16,9 @@ from benchmarks.gpu.training import TrainingFailed, train
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.cli.planner_flags import complete
 from megatron_untied.context_parallel.kernels.traced import SCRATCH
-from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, Machine, this_gpu
+from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, Machine, this_gpu
 from megatron_untied.planner.plan import Plan, longest
-from megatron_untied.platform.device import current_device
+from megatron_untied.platform.device import GIB, current_device
 
 SETTINGS = {
     "on the device": "",

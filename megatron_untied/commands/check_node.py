@@ -20,10 +20,11 @@ from megatron_untied.cli.planner_flags import parse_plan_request
 from megatron_untied.commands import documentation
 from megatron_untied.phases import MemoryCategory
 from megatron_untied.planner.automatic import choose, is_automatic
-from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
+from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, HOST_RESERVE_GIB
 from megatron_untied.planner.plan import Plan, peak_bytes
 from megatron_untied.planner.search import plan_stages
 from megatron_untied.platform import device
+from megatron_untied.platform.device import GIB
 
 NO_LIMIT = float("inf")
 CAP_IPC_LOCK = 14

@@ -37,7 +37,6 @@ from megatron_untied.planner.automatic import (
     sizes,
 )
 from megatron_untied.planner.baselines import METHODS, Setting
-from megatron_untied.planner.machine import GIB
 from megatron_untied.planner.plan import Plan, fits, peak_bytes
 from megatron_untied.planner.report import as_json, print_line, print_plan
 from megatron_untied.planner.search import (
@@ -50,6 +49,7 @@ from megatron_untied.planner.search import (
     search,
     with_unlimited_host,
 )
+from megatron_untied.platform.device import GIB
 
 EXAMPLE = "--model llama3-8b --bf16 --gpus-per-node 8 --max-context"
 

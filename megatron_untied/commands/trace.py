@@ -32,8 +32,8 @@ from megatron_untied.cli.planner_flags import complete
 from megatron_untied.commands import parser_beside_training
 from megatron_untied.phases import Phase
 from megatron_untied.planner.automatic import is_automatic
-from megatron_untied.planner.machine import GIB
 from megatron_untied.planner.report import print_line, print_table
+from megatron_untied.platform.device import GIB
 from megatron_untied.tracing.step import StepTrace, trace_step
 from megatron_untied.training.initialize import errors_in_one_line
 

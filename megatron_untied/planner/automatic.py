@@ -17,8 +17,9 @@ from megatron_untied.config.flag_names import flag_of
 from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.head_schedule import legal_heads_per_chunk
 from megatron_untied.planner.geometry import by_sizes
-from megatron_untied.planner.machine import GIB, Machine
+from megatron_untied.planner.machine import Machine
 from megatron_untied.planner.plan import Plan, fits, peak_bytes
+from megatron_untied.platform.device import GIB
 
 SIZES = (
     ("parallel", "heads_per_chunk"),

@@ -10,10 +10,10 @@ from rich.text import Text
 from megatron_untied.context_parallel.buffer_plan import Buffer
 from megatron_untied.phases import Phase
 from megatron_untied.planner.activations import bytes_by_category
-from megatron_untied.planner.machine import GIB
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.report import print_line
 from megatron_untied.planner.step import MemorySnapshot
+from megatron_untied.platform.device import GIB
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_untied.config.run import RunConfig
-from megatron_untied.planner.machine import GIB
 from megatron_untied.planner.weights import num_parameters
+from megatron_untied.platform.device import GIB
 
 _PARAMETER_BYTES = 12
 _SECONDS_PER_DAY = 86400

@@ -14,7 +14,8 @@ from megatron_untied.context_parallel.kernels.split_calls import Shape
 from megatron_untied.context_parallel.kernels.traced import TracedKernel
 from megatron_untied.phases import MemoryCategory
 from megatron_untied.planner.kernels import planned_kernel
-from megatron_untied.planner.machine import GIB, Machine
+from megatron_untied.planner.machine import Machine
+from megatron_untied.platform.device import GIB
 
 Bytes = Counter[MemoryCategory]
 """Bytes by category. ``+`` adds them up and drops categories without bytes."""

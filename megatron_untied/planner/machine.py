@@ -10,8 +10,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_untied.context_parallel.kernels.split_calls import Limits
 from megatron_untied.context_parallel.kernels.traced import SCRATCH
 from megatron_untied.platform import device
+from megatron_untied.platform.device import GIB
 
-GIB = 1 << 30
 DEVICE_RESERVE_GIB = 4
 """Per GPU, for its context, NCCL, cuBLAS and what the allocator cannot use."""
 HOST_RESERVE_GIB = 2

@@ -12,10 +12,11 @@ from megatron_untied.phases import MemoryCategory, Phase
 from megatron_untied.planner.activations import memory_plan
 from megatron_untied.planner.disk import ActivationDiskUse
 from megatron_untied.planner.geometry import Bytes, Geometry
-from megatron_untied.planner.machine import GIB, Machine
+from megatron_untied.planner.machine import Machine
 from megatron_untied.planner.step import MemorySnapshot, PlainStep, StreamedStep
 from megatron_untied.planner.time import StepTime
 from megatron_untied.planner.weights import ShardedWeights
+from megatron_untied.platform.device import GIB
 from megatron_untied.streaming.host_arena import HostArena
 
 _LOADER_BYTES = 2 * 28

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_untied.phases import MemoryCategory, Phase
-from megatron_untied.planner.machine import GIB
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.step import MemorySnapshot
+from megatron_untied.platform.device import GIB
 
 COLORS = {
     MemoryCategory.STATES: "#4c566a",

@@ -11,9 +11,10 @@ from megatron_untied.config.parameters import TRAIN_ALL
 from megatron_untied.phases import MemoryCategory
 from megatron_untied.planner.disk import Disk
 from megatron_untied.planner.geometry import Bytes
-from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB, HOST_RESERVE_GIB
+from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, HOST_RESERVE_GIB
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.weights import num_parameters
+from megatron_untied.platform.device import GIB
 
 
 def print_plan(plan: Plan, console: Console) -> None:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import torch
 
+GIB = 1 << 30
+"""Bytes."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuProperties:

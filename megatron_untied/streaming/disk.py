@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 
 from megatron_untied.config import MemoryConfig
+from megatron_untied.platform.device import GIB
 
 STRIPE_BYTES = 8 << 20
 """Of one request: long enough for full bandwidth, short enough to verify while it is in cache."""
 THREADS_PER_FOLDER, MOST_THREADS = 8, 32
 POISON = 0xFF
 """A byte of which NaN is made in every floating dtype."""
-GIB = 1 << 30
 
 
 @dataclass(slots=True, eq=False)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from megatron_untied.planner.machine import DEVICE_RESERVE_GIB, GIB
-from megatron_untied.platform.device import DeviceMemory
+from megatron_untied.planner.machine import DEVICE_RESERVE_GIB
+from megatron_untied.platform.device import GIB, DeviceMemory
 
 TOLERANCE = 0.01
 """Of the plan, that tensors may take beyond it: planner and tracer agree within so much."""

@@ -7,7 +7,7 @@ from megatron_untied.planner.baselines import (
     ulysses_with_tiling,
     untied_as_published,
 )
-from megatron_untied.planner.machine import GIB
+from megatron_untied.platform.device import GIB
 from tests.support.planning import run_config
 
 M = 1 << 20

@@ -6,10 +6,11 @@ import pytest
 
 from megatron_untied.cli.planner_flags import machine_of, planner_parser
 from megatron_untied.planner import machine as machine_module
-from megatron_untied.planner.machine import GIB, read_gpus
+from megatron_untied.planner.machine import read_gpus
 from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.report import as_json, headline
 from megatron_untied.platform import device
+from megatron_untied.platform.device import GIB
 from tests.support.planning import run_config
 from tests.support.ranks import run_on_ranks
 

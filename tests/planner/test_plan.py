@@ -8,10 +8,11 @@ import pytest
 from megatron_untied.config import AdaptationConfig, ParallelConfig
 from megatron_untied.config.parameters import TRAIN_ALL, parameters
 from megatron_untied.phases import MemoryCategory, Phase
-from megatron_untied.planner.machine import GIB, read_gpus
+from megatron_untied.planner.machine import read_gpus
 from megatron_untied.planner.plan import Plan, longest
 from megatron_untied.planner.search import search
 from megatron_untied.planner.weights import num_parameters, parameter_units
+from megatron_untied.platform.device import GIB
 from megatron_untied.presets import preset_names, read_preset
 from tests.support.planning import machine, run_config
 from tests.support.ranks import run_on_ranks

@@ -1,7 +1,6 @@
 """Measured memory beside the plan's, with the numbers of a GPU passed as values."""
 
-from megatron_untied.planner.machine import GIB
-from megatron_untied.platform.device import DeviceMemory
+from megatron_untied.platform.device import GIB, DeviceMemory
 from megatron_untied.training.memory_report import describe, memory_against_plan
 from tests.support.ranks import run_on_ranks
 

@@ -1,5 +1,6 @@
 """Fine-tuning on packed chats, against the chats one by one; resumed; and refused on all ranks."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -61,9 +62,10 @@ def global_batch(config, groups, num_samples):
         num_workers=0,
         global_batch_size=num_samples,
     )
-    batches = [
-        pretrain_gpt.get_batch(next(loader), config, groups) for _ in range(num_samples // size)
-    ]
+    batches = []
+    for samples in itertools.islice(loader, num_samples // size):
+        samples.pop("number")  # as in training, which keeps it for messages
+        batches.append(pretrain_gpt.get_batch(samples, config, groups))
     members = datasets.train._packed.members[: datasets.train._packed.ends[num_samples - 1]]
     return batches, members.tolist(), tokenize_chats(data, tokenizer)
 

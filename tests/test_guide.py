@@ -50,7 +50,7 @@ def test_every_command_of_the_guide_to_chats(tmp_path):
     described = re.findall(
         r"^ ?sft: 300 chats \| \d+ longer than 4096 tokens dropped \| .*", said, re.M
     )
-    assert len(described) == 2  # by the tool and by the run
+    assert len(described) == 3  # by the tool and by both runs
     assert re.search(r"iteration +6/ +6 .* lm loss", said)
     assert "trained |" in said
     adapters = json.loads((folder / "Llama-3.1-8B-adapters" / "adapter_config.json").read_text())

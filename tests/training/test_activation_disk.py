@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 import pretrain_gpt
+from megatron_untied.phases import Phase
 from megatron_untied.planner.machine import this_machine
 from megatron_untied.planner.plan import Plan
 from megatron_untied.step_progress import StepProgress
@@ -22,6 +23,7 @@ from megatron_untied.training.state import build_train_state
 from megatron_untied.training.step import train_step
 from tests.support.command_line import command_line, tiny_config
 from tests.support.full_disks import mounted
+from tests.support.late_device import late_device
 from tests.support.late_threads import LateThreads
 from tests.support.launch import launch
 from tests.support.ranks import run_on_ranks
@@ -122,6 +124,38 @@ def test_host_and_disk_take_what_is_planned(tmp_path, kind, part):
 
 REQUESTS_OF_A_STEP = 80
 """Four micro-batches write and read two layers: an input and four chunks of heads each."""
+
+
+def waits_of_a_step(group, folder, late_read):
+    """Of a step on a device that ends nothing before it is waited for; copies take a second."""
+    flags = RUN | {"park_during_attention": True, "activation_disk": folder, "num_layers": 3}
+    config, read, reads = tiny_config(group.size(), **flags), os.preadv, []
+    with late_device() as device:
+        groups = initialize(config, launch_of(group))
+        state = build_train_state(pretrain_gpt.model_provider, config, groups, StepProgress())
+
+        def late(*arguments):
+            reads.append(state.progress.current_phase)
+            if len(reads) == late_read:
+                device.engines[0].streams.clock += 1000
+            return read(*arguments)
+
+        with mock.patch.object(os, "preadv", late):
+            forward_step = pretrain_gpt.forward_step
+            train_step(state, [batch_of(groups, seed=0)], num_samples=4, forward_step=forward_step)
+        return state.waits.take(), reads[-1:]
+
+
+def test_a_late_read_is_charged_to_the_phase_that_waited_for_it(tmp_path):
+    usual = run_on_ranks(waits_of_a_step, 2, str(tmp_path), None)
+    for (plain, read_in), (late, _) in zip(
+        usual, run_on_ranks(waits_of_a_step, 2, str(tmp_path), 1), strict=True
+    ):
+        assert read_in == [Phase.MLP_BACKWARD]  # it was started in the layer after
+        assert {wait.source for wait in plain} == {"host", "disk"}
+        assert {wait.phase for wait in plain} >= {Phase.ATTENTION_FORWARD, Phase.QKV_BACKWARD}
+        longer = {wait: late[wait] - plain[wait] for wait in late if late[wait] != plain[wait]}
+        assert longer == {("disk", Phase.MLP_BACKWARD): 1000.0}
 
 
 MICRO_BATCHES = 4

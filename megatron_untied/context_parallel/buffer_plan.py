@@ -307,7 +307,8 @@ class Staging:
 class RingBuffers:
     """Device memory of one attention call over a ring."""
 
-    total: Buffer  # [s/r, b, query heads of the call, d]: the sum of out, or of dq, in fp32
+    total: Buffer
+    """[s/r, b, query heads of the call, d] in fp32: the sum of out, or of more than two dq."""
     own: Pair  # [s/r, b, key-value heads of the call, d]: contiguous, to be sent
     remote_kv: tuple[Pair, ...]  # as own; by step: in use, arriving, or gradients being returned
 
@@ -379,8 +380,8 @@ def head_chunks_buffer(name: str, sizes: Sizes) -> Buffer:
     return replace(slots, category=MemoryCategory.SLOTS)
 
 
-def ring_buffers(sizes: Sizes) -> Iterator[Buffer]:
-    """Those of every attention call of a ring; none without one."""
+def ring_buffers(sizes: Sizes, *, backward: bool = False) -> Iterator[Buffer]:
+    """Those of every attention call of a ring, forward or backward; none without one."""
     if sizes.num_ring == 1:
         return
     together = {head: each.kv_to_load for each in sizes.mine for head in each.kv_to_load}
@@ -389,7 +390,8 @@ def ring_buffers(sizes: Sizes) -> Iterator[Buffer]:
         q = torch.Size((sizes.tokens, sizes.b, columns.stop - columns.start, sizes.d))
         k = torch.Size((sizes.tokens, sizes.b, len(call.kv_heads), sizes.d))
         ring = RingBuffers.plan(q, k, sizes.dtype)
-        yield ring.total
+        if sizes.num_ring > 2 or not backward:
+            yield ring.total
         if call.kv_heads != together[call.kv_heads[0]]:  # columns of what arrived together
             yield from ring.own
         for step in range(1, sizes.num_ring):

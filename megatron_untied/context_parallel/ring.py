@@ -17,7 +17,7 @@ Gradients summed along a relay would be fp32 and take one more hop. Sent directl
 are in the kernel's dtype and summed in fp32 there: less than 3/8 of the bytes.
 
 Buffers besides those of :mod:`.ulysses`, in bf16 chunks of q and of k: 2 q for the fp32 sum of out
-or of dq; for received keys and values 2 k in a ring of 2, 4 k in one of 3, 6 k in a longer one; and
+or, from a ring of 3 on, of dq: two parts of dq lie in dq and over dO; for received keys and values 2 k in a ring of 2, 4 k in one of 3, 6 k in a longer one; and
 in backward, from a ring of 3 on, 2 k for the dk and dv in flight. The sums of dk and dv, those of
 :mod:`.kv_gradients`, are always fp32.
 """
@@ -148,20 +148,27 @@ class RingAttention(Attention):
         self, d_out: Tensor, x: Qkv, y: Attended, *, dq: Tensor, dkv: KvAccumulator
     ) -> None:
         buffers, returning = RingBuffers.plan(x.q.shape, x.k.shape, x.q.dtype), _Returning()
-        total = self.workspace.take(buffers.total, dq.device, dq.shape).zero_()  # fp32
+        total = None  # fp32; two parts need none: their sum is rounded once
+        if self.ring.size > 2:
+            total = self.workspace.take(buffers.total, dq.device, dq.shape).zero_()
         for step, k, v in self._steps(x, buffers):
             # Two pairs in turn: the step before may still be sending the other. Step 0 sends none.
             dk, dv = (part[: len(k)] for part in dkv.scratch(max(step.index - 1, 0) % 2))
             rows = step.queries
+            # The second of two steps reads dO for the last time.
+            part = d_out[rows] if step.index and total is None else dq[rows]
             self.kernel.backward(
                 d_out[rows],
                 Qkv(x.q[rows], k, v),
                 Attended(y.out[rows], y.lse[..., rows]),
-                into=QkvGrads(dq[rows], dk, dv),
+                into=QkvGrads(part, dk, dv),
                 mask=self._mask(step, len(x.q) // 2),
             )
             self.progress.kernel_call_completed()
-            total[rows].add_(dq[rows])
+            if total is not None:
+                total[rows].add_(part)
+            elif step.index:
+                dq[rows].add_(part)
             returning.finish(dkv)
             if step.index == 0:
                 dkv.add(dk, dv)
@@ -171,7 +178,8 @@ class RingAttention(Attention):
                 works = self.ring.trade([dk, dv], step.owner, received, step.reader)
                 returning = _Returning(works, received, step.lent)
         returning.finish(dkv)
-        dq.copy_(total)
+        if total is not None:
+            dq.copy_(total)
 
     def _steps(self, x: Qkv, buffers: RingBuffers) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
         """Each step with its keys and values, while those of the next are in flight."""

@@ -92,7 +92,7 @@ class Attention:
     ) -> None:
         """Write the gradient of q into ``dq``, and add those of k and v to ``dkv``.
 
-        ``dq`` may be ``d_out`` without a ring.
+        ``dq`` may be ``d_out`` without a ring. A ring may overwrite ``d_out``.
         """
         dk, dv = dkv.scratch()  # the sums themselves, if nothing was added to them yet
         self.kernel.backward(d_out, x, y, into=QkvGrads(dq, dk, dv), mask=self.mask)

@@ -74,12 +74,12 @@ def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ..
     They free it before the loss only, and their output and its gradient are slots of all heads.
     """
     sizes = attention_sizes(geometry, rank)
-    ring = tuple(ring_buffers(sizes))
+    ring, ring_backward = (tuple(ring_buffers(sizes, backward=x)) for x in (False, True))
     out, d_out = (head_chunks_buffer(name, sizes) for name in ("out", "d_out"))
     forward, backward = ForwardBuffers.plan(sizes), BackwardBuffers.plan(sizes)
     return {
         Phase.ATTENTION_FORWARD: (*buffers_of(forward), *ring, out),
-        Phase.ATTENTION_BACKWARD: (*buffers_of(backward), *ring, out, d_out),
+        Phase.ATTENTION_BACKWARD: (*buffers_of(backward), *ring_backward, out, d_out),
     }
 
 

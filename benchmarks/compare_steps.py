@@ -13,7 +13,6 @@ the result is a setting's time over that of the first setting in the same round.
 """
 
 import argparse
-import os
 import shlex
 import statistics
 import subprocess
@@ -43,10 +42,10 @@ def step_seconds(ranks: int, code: Path, flags: list[str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         launcher = "-m torch.distributed.run --standalone --nproc-per-node".split()
+        # A script's own folder comes first in the path of imports.
         run = [str(code / "pretrain_gpt.py"), *complete(flags), "--eval-iters", "0"]
         subprocess.run(
             [sys.executable, *launcher, str(ranks), *run, "--metrics-jsonl", str(metrics)],
-            env=os.environ | {"PYTHONPATH": str(code)},
             check=True,
             capture_output=True,
         )

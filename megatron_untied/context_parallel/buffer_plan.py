@@ -64,6 +64,8 @@ class Sizes:
     d: int
     dtype: torch.dtype
     num_ring: int = 1
+    ring_overlap: bool = True
+    """Whether a ring exchanges keys and values during attention, with a set of buffers for it."""
     num_ulysses: int = field(init=False)
     """Ranks that trade tokens for heads (a)."""
     tokens: int = field(init=False)
@@ -235,11 +237,11 @@ class KvGradBuffers:
         # A kernel writes straight into a sum that is empty and of its own dtype. In the same dtype
         # only a head that the chunk before used already is written elsewhere, to be added.
         heads = max(calls, default=0) if elsewhere or sizes.num_ring > 1 else int(sizes.sums_kv)
-        names = "dk", "dv"
+        names, still_sends = ("dk", "dv"), sizes.num_ring > 2 and sizes.ring_overlap
         first, second = (
             tuple(sizes.buffer(name + suffix, sizes.tokens, count) for name in names)
             # A ring of three or more still sends one pair while the next step fills another.
-            for suffix, count in (("", heads), ("_second", heads if sizes.num_ring > 2 else 0))
+            for suffix, count in (("", heads), ("_second", heads if still_sends else 0))
         )
         sent_as_they_lie = set() if elsewhere else {each.kv_to_load for each in mine}
         packed_heads = [len(x.kv_finished) for x in mine if x.kv_finished not in sent_as_they_lie]
@@ -394,7 +396,7 @@ def ring_buffers(sizes: Sizes, *, backward: bool = False) -> Iterator[Buffer]:
             yield ring.total
         if call.kv_heads != together[call.kv_heads[0]]:  # columns of what arrived together
             yield from ring.own
-        for step in range(1, sizes.num_ring):
+        for step in range(1, sizes.num_ring) if sizes.ring_overlap else ():
             yield from ring.remote_kv[step % len(ring.remote_kv)]
 
 

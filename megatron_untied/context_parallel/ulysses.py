@@ -82,6 +82,8 @@ class Attention:
     mask: Mask
     num_ring: ClassVar[int] = 1
     """Ranks that hold the tokens of a head. Several add to the gradient of each query and key."""
+    ring_overlap: ClassVar[bool] = False
+    """Whether they exchange keys and values while they attend."""
 
     def forward(self, x: Qkv, *, out: Tensor) -> Tensor:
         """Write the output [s/r, b, heads, d] into ``out``; returns lse [b, heads, s/r]."""
@@ -224,6 +226,7 @@ class UntiedUlysses:
             d=self.head_width,
             dtype=x.dtype,
             num_ring=attention.num_ring,
+            ring_overlap=attention.ring_overlap,
         )
 
     def _load(

@@ -128,7 +128,7 @@ REQUESTS_OF_A_STEP = 80
 
 def waits_of_a_step(group, folder, late_read):
     """Of a step on a device that ends nothing before it is waited for; copies take a second."""
-    flags = RUN | {"park_during_attention": True, "activation_disk": folder, "num_layers": 3}
+    flags = RUN | {"park_during_attention": True, "activation_disk": folder}
     config, read, reads = tiny_config(group.size(), **flags), os.preadv, []
     with late_device() as device:
         groups = initialize(config, launch_of(group))

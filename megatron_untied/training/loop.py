@@ -34,6 +34,7 @@ from megatron_untied.training.step import (
     StepResult,
     evaluate,
     global_batches,
+    require_disk,
     train_step,
 )
 
@@ -91,6 +92,7 @@ def pretrain(
                 with profiler.step(iteration):
                     result, seconds = timed_step(run, train_batches, forward_step, guard, iteration)
             except StepDropped:  # on all ranks, before the optimizer has changed anything
+                require_disk(run.train_state)
                 exit_reason = early_exit.signal()
                 saver.save(progress, is_last=True)
                 break
@@ -98,7 +100,8 @@ def pretrain(
             progress = replace(progress, iteration=iteration, consumed_samples=consumed_samples)
             if iteration <= first + 1:  # the first step makes Adam's moments, the second has them
                 compare_memory(run, iteration)
-            report.step(result, progress, seconds=seconds)
+            waits = run.train_state.waits
+            report.step(result, progress, seconds=seconds, waits=waits and waits.take())
             device.reset_peak_device_bytes()  # the next step's peak, with an evaluation before it
             saver.poll()
             if config.evaluates_after(iteration):

@@ -91,8 +91,7 @@ def ranked(
     def push(bound: Plan, step: int, way: Plan, best: Plan) -> None:
         heapq.heappush(queue, (seconds_of(bound), next(order), step, way, best))
 
-    start = Plan(_with_sizes(config), machine, every_layer=False)
-    for way in ways_to_save(start):
+    for way in ways_to_save(Plan(config, machine, every_layer=False)):
         fastest = min((each for _, each in _sizes(way)), key=lambda x: seconds_of(_placed(x)))
         push(_placed(fastest), 0, way, fastest)
     while queue and queue[0][0] < below:
@@ -131,8 +130,7 @@ def _with_room_for_outputs(way: Plan, fastest: Plan) -> Plan:
 
 def fits_somehow(plan: Plan) -> bool:
     """Whether ``plan``, whose configuration may have "auto", fits with any values in its place."""
-    start = replace(plan, config=_with_sizes(plan.config))
-    return any(_fits_with_least(way) for way in ways_to_save(start))
+    return any(use_of_least(way)[0] for way in ways_to_save(plan))
 
 
 def _with_sizes(config: RunConfig) -> RunConfig:
@@ -146,6 +144,7 @@ def ways_to_save(plan: Plan) -> list[Plan]:
     Attention outputs that are kept and layers on the host stay open. "selective" stands for "full"
     too, which keeps none.
     """
+    plan = replace(plan, config=_with_sizes(plan.config))
     memory, layers = plan.config.memory, plan.config.model.num_layers
     given, sizes = memory.recompute_granularity, [memory.recompute_num_layers]
     if sizes == ["auto"]:
@@ -255,12 +254,29 @@ def _placed(plan: Plan, kept: int | None = None, on_host: int = 0) -> Plan:
     return plan.with_settings("memory", **values) if values else plan
 
 
-def _fits_with_least(way: Plan) -> bool:
-    """Whether ``way`` fits with the smallest sizes, and no outputs kept or all."""
-    least = _with_least_sizes(way)
+def use_of_least(way: Plan) -> tuple[bool, float]:
+    """Whether ``way`` fits with the smallest sizes, and what share of the memory it takes, about.
+
+    With no outputs kept or all of them, whichever takes less.
+    """
+    least, layers = _with_least_sizes(way), way.config.model.num_layers
+    device_bytes, host_bytes = (
+        max(1, x) for x in (way.machine.device_bytes, way.machine.host_bytes)
+    )
+    shares = []
     # An output that is recomputed may take more of the device than one that is kept on the host.
-    kinds = (0, None) if way.config.memory.park_during_attention else (0,)
-    return any(with_fewest_on_host(_kept(least, x), any_number=True) is not None for x in kinds)
+    for kept in (0, None) if way.config.memory.park_during_attention else (0,):
+        plan = _kept(least, kept)
+        every = _placed(plan, on_host=layers)
+        on_device, on_host = peak_bytes(every), every.host.total()
+        share = on_host / host_bytes
+        if plan.config.memory.cpu_offloading_num_layers == "auto":  # one may serve for the other
+            share = (on_device + on_host) / (device_bytes + host_bytes)
+        share = max(share, on_device / device_bytes)
+        if with_fewest_on_host(plan, any_number=True, every=every) is not None:
+            return True, share
+        shares.append(share)
+    return False, min(shares)
 
 
 def _kept(plan: Plan, kept: int | None) -> Plan:
@@ -306,15 +322,20 @@ def _with_most_kept(plan: Plan) -> Plan | None:
     return with_fewest_on_host(_kept(plan, low))
 
 
-def with_fewest_on_host(plan: Plan, *, any_number: bool = False) -> Plan | None:
+def with_fewest_on_host(
+    plan: Plan, *, any_number: bool = False, every: Plan | None = None
+) -> Plan | None:
     """``plan`` with as few layers on the host as the GPU needs, if open; None: none fits.
 
-    ``any_number``: all of them, if that fits, which is known at once.
+    Args:
+        plan: everything else is settled.
+        any_number: all of them, if that fits, which is known at once.
+        every: ``plan`` with all of them, if the caller has it.
     """
     if plan.config.memory.cpu_offloading_num_layers != "auto":
         return plan if fits(plan) else None
     layers = plan.config.model.num_layers
-    none, every = _placed(plan, on_host=0), _placed(plan, on_host=layers)
+    none, every = _placed(plan, on_host=0), every or _placed(plan, on_host=layers)
     if not fits(every, with_host=False):
         return None
     if any_number and every.fits_host:

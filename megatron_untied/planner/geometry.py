@@ -4,6 +4,7 @@ Tile, chunk of the loss and overlap that are "auto" follow from the model and th
 that a run computes the same on every machine.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
@@ -144,6 +145,10 @@ class Geometry:
                 fits the model and the GPU.
         """
         config, world_size = by_sizes(config), machine.world_size
+        if config.memory.activation_disk_gib == "auto":  # as much as there is
+            most = None if math.isinf(machine.disk_bytes) else machine.disk_bytes / GIB
+            memory = replace(config.memory, activation_disk_gib=most)
+            config = replace(config, memory=memory)
         model, memory = config.model, config.memory
         parallel, batch = config.parallel, config.batch
         num_tensor = parallel.tensor_model_parallel_size

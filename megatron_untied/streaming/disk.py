@@ -15,6 +15,7 @@ failure is kept (:meth:`ActivationDisk.require_no_failure`).
 import contextlib
 import fcntl
 import os
+import shutil
 import tempfile
 import threading
 import zlib
@@ -310,6 +311,19 @@ def named(folder: str, what: str) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or error
         raise type(error)(f"--activation-disk {folder} {what}: {reason}") from error
+
+
+def free_bytes(folders: Sequence[str]) -> int:
+    """That this machine has for all ``folders`` in equal parts; 0 if one is not there."""
+    paths = [Path(folder) for folder in folders]
+    if not all(path.is_dir() for path in paths):
+        return 0
+    systems = [path.stat().st_dev for path in paths]
+    free = (
+        shutil.disk_usage(path).free // systems.count(system)
+        for path, system in zip(paths, systems, strict=True)
+    )
+    return min(free) * len(folders)
 
 
 def require_folders(folders: Sequence[str]) -> None:

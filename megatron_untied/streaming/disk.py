@@ -159,6 +159,7 @@ class ActivationDisk:
         if not memory.activation_disk:
             return None
         gib = memory.activation_disk_gib
+        assert gib != "auto", "the planner chooses it before there are disks"
         return cls(
             None if counts_only else memory.activation_disk,
             capacity_bytes=None if gib is None else int(gib * GIB),

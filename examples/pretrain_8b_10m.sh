@@ -3,7 +3,8 @@
 #
 #   bash examples/pretrain_8b_10m.sh [--dry-run|--rehearse] [CHECKPOINTS [TENSORBOARD [TOKENIZER [DATA]]]] [FLAGS]
 #
-# Nothing that attention computes is kept: 10M tokens of it would take more than the node has.
+# Nothing that attention computes is kept: 10M tokens of it would take more than the node has. With
+# ACTIVATION_DISK=/nvme0,/nvme1, folders on local drives, it is kept for as many layers as host and drives hold.
 source "$(dirname "$0")/launch.sh"
 read_arguments "$@"
 name_paths pretrain_8b_10m "${PATHS[@]}"
@@ -27,6 +28,7 @@ MEMORY_ARGS=(
     --sequence-tile-size 8192
     --loss-chunk-size 8192
 )
+add_activation_disk
 TRAINING_ARGS=(
     --micro-batch-size 1
     --global-batch-size 1

@@ -292,8 +292,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             all_or(real(0.0, 1e9), "all", "auto"),
             "auto",
             metavar="N|all|auto",
-            help="GiB per rank stored there at most, the rest stays on the host; auto: what the host "
-            "does not hold",
+            help="GiB per rank stored there at most, the rest stays on the host; auto: what the "
+            "host does not hold",
         ),
         switch(
             "--no-activation-disk-checksums",

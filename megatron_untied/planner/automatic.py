@@ -145,7 +145,7 @@ def fits_somehow(plan: Plan) -> bool:
 
 
 def _with_sizes(config: RunConfig) -> RunConfig:
-    """As a run takes it: sizes stay open only where the planner chooses anything beside the disk."""
+    """As a run takes it: sizes stay open only where the planner chooses more than the disk."""
     return config if has_open_sizes(config) else by_sizes(config)
 
 

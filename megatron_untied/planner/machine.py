@@ -21,7 +21,7 @@ HOST_RESERVE_GIB = 2
 """Per rank, for its process: Python, libraries, CUDA's part on the host."""
 DEFAULT_GPU = "h100-80"
 DISK_GB_PER_SECOND = 4.0
-"""Assumed of a local drive: what a data center drive on PCIe 4 writes all along; it reads faster."""
+"""Assumed of a local drive: what one for servers on PCIe 4 keeps on writing; it reads faster."""
 _DISK_SHARE = 0.98
 """Of the free space that a plan takes: files are whole stripes, and file systems need some."""
 

@@ -49,11 +49,13 @@ PREFACE = """\
 # The longest context, planned
 
 Full training of Llama 3 8B on one sample, all weights, optimizer on the host: Mi tokens by GPUs and
-host memory of a node, and the time of a step by the planner's roofline. Nothing of this was measured
-on a GPU. With NVMe, {disks} drives of {rate:g} GB/s share saved activations. GPUs: {cards}.
-`longest_context.json` has flags, bytes and limit of every cell; `python benchmarks/longest_context.py`
+host memory of a node, and the time of a step by the planner's roofline. Nothing of this was
+measured on a GPU. With NVMe, {disks} drives of {rate:g} GB/s hold saved activations.
+GPUs: {cards}.
+`longest_context.json` has flags, bytes and limit of every cell. `benchmarks/longest_context.py`
 writes both files.
 """
+BEGIN, END = "<!-- longest context -->", "<!-- end of longest context -->"
 README_ROWS = ((1, "24 GB"), (8, "24 GB"), (8, "80 GB"))
 
 
@@ -180,7 +182,10 @@ def main() -> None:
     (options.folder / "longest_context.json").write_text(json.dumps(named, indent=1) + "\n")
     (options.folder / "longest_context.md").write_text(report(found))
     draw(found).savefig(options.picture, dpi=140)
-    print("\n".join(table(iter(README_ROWS), found)))
+    readme = HERE.parent / "README.md"
+    before, _, rest = readme.read_text().partition(BEGIN)
+    rows = "\n".join(table(iter(README_ROWS), found))
+    readme.write_text(f"{before}{BEGIN}\n\n{rows}\n\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python benchmarks/plot_memory.py --output docs/pictures/memory.png
 
-Lines and stars of this project are the traced steps of `results/memory.md`. Published methods are drawn as
-dashed lines by the buffer rules of `megatron_untied.planner.baselines.py`, with markers where their
-authors report a number (`results/published.json`).
+Lines and the star of this project are the traced steps of `results/memory.md`. Published methods
+are drawn as dashed lines by the buffer rules of `megatron_untied.planner.baselines.py`, with
+markers where their authors report a number (`results/published.json`).
 """
 
 import argparse

@@ -53,6 +53,15 @@ def by_sizes(config: RunConfig) -> RunConfig:
     )
 
 
+def _with_disk_limit(config: RunConfig, machine: Machine) -> RunConfig:
+    """``config`` with all that ``machine`` has in place of "auto"."""
+    if config.memory.activation_disk_gib != "auto":
+        return config
+    # The least that a plan can take of the host: the search for the limit starts there.
+    gib = None if math.isinf(machine.disk_bytes) else machine.disk_bytes / GIB
+    return replace(config, memory=replace(config.memory, activation_disk_gib=gib))
+
+
 def _power_of_two(most: int) -> int:
     """The greatest one up to ``most``, at least 256: fewer tokens leave a GPU idle."""
     return max(256, 1 << max(most, 1).bit_length() - 1)
@@ -144,11 +153,7 @@ class Geometry:
             ValueError: heads per chunk that do not divide over the ranks, or no attention kernel
                 fits the model and the GPU.
         """
-        config, world_size = by_sizes(config), machine.world_size
-        if config.memory.activation_disk_gib == "auto":  # as much as there is
-            most = None if math.isinf(machine.disk_bytes) else machine.disk_bytes / GIB
-            memory = replace(config.memory, activation_disk_gib=most)
-            config = replace(config, memory=memory)
+        config, world_size = _with_disk_limit(by_sizes(config), machine), machine.world_size
         model, memory = config.model, config.memory
         parallel, batch = config.parallel, config.batch
         num_tensor = parallel.tensor_model_parallel_size

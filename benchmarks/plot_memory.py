@@ -2,9 +2,9 @@
 
     python benchmarks/plot_memory.py --output docs/pictures/memory.png
 
-Lines of this project are the traced steps of `results/memory.md`. Published methods are drawn as
-dashed lines by the buffer rules of `megatron_untied.planner.baselines.py`, with markers where their
-authors report a number (`results/published.json`).
+Lines and the star of this project are the traced steps of `results/memory.md`. Published methods
+are drawn as dashed lines by the buffer rules of `megatron_untied.planner.baselines.py`, with
+markers where their authors report a number (`results/published.json`).
 """
 
 import argparse
@@ -24,6 +24,10 @@ SUBJECT = "Llama3-8B, 8 ranks"
 OURS = {
     "untied, selective": ("this project, one head per rank per chunk", "#2a6f97"),
     "untied, selective, parked": ("this project, --park-during-attention", "#2b9348"),
+}
+ON_THE_HOST = {
+    "Llama3-8B, 8 ranks, optimizer on the host": "8 GPUs, optimizer on the host too",
+    "Llama3-8B, 1 GPU, optimizer on the host": "one GPU, optimizer on the host too",
 }
 PUBLISHED = {
     "Ulysses with tiling": ("Ulysses with tiling (USP + ALST)", "#9a8c98"),
@@ -64,6 +68,22 @@ def _draw_ours(axes: Axes, markdown: str) -> None:
         )
 
 
+def _draw_on_the_host(axes: Axes, markdown: str) -> None:
+    for (subject, label), marker in zip(ON_THE_HOST.items(), ("o-", "*"), strict=True):
+        points = traced(markdown, subject, "untied, selective, parked")
+        lengths = [tokens / MI for tokens in points]
+        axes.plot(lengths, list(points.values()), marker, color="#e07a00", label=label, ms=7)
+        for millions, gib in zip(lengths, points.values(), strict=True):
+            axes.annotate(
+                f"{gib:.1f}",
+                (millions, gib),
+                xytext=(0, -14),
+                textcoords="offset points",
+                ha="center",
+                color="#e07a00",
+            )
+
+
 def _draw_published(axes: Axes, published: dict) -> None:
     flags = f"--model {published['model']} --seq-length {MI} --bf16".split()
     model = parse_arguments(complete(flags), world_size=1).model
@@ -93,14 +113,16 @@ def main() -> None:
     figure, axes = pyplot.subplots(figsize=(9, 4.6), layout="constrained")
     _draw_published(axes, json.loads((RESULTS / "published.json").read_text()))
     _draw_ours(axes, (RESULTS / "memory.md").read_text())
-    axes.axhline(80, color="black", lw=1)
-    axes.annotate("H100 80 GB", (0.1, 81.5))
+    _draw_on_the_host(axes, (RESULTS / "memory.md").read_text())
+    for height, card in ((80, "80 GB"), (24, "24 GB")):
+        axes.axhline(height, color="black", lw=1)
+        axes.annotate(f"GPU of {card}", (0.1, height + 1.5))
     axes.set(
         xlim=(0, 10.3),
         ylim=(0, 100),
         xlabel="context length, millions of tokens (Mi)",
         ylabel="peak memory per GPU, GiB",
-        title="One training step of Llama 3 8B on 8 GPUs, fully sharded",
+        title="One training step of Llama 3 8B on 8 GPUs and on one, fully sharded",
     )
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

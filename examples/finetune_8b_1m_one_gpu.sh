@@ -5,7 +5,8 @@
 #   bash examples/finetune_8b_1m_one_gpu.sh [--dry-run|--rehearse] [CONVERTED [CHECKPOINTS [TENSORBOARD [TOKENIZER [DATA]]]]] [FLAGS]
 #
 # CONVERTED is checkpoints/llama3-8b by default, TOKENIZER the one in it. Where CHECKPOINTS has one already, it goes on.
-# With 320 GiB add --recompute-granularity full --recompute-num-layers 4: 261 GiB there, and attention forward twice.
+# With 320 GiB add --recompute-granularity full --recompute-num-layers 4: 262 GiB there, and attention forward twice.
+# With ACTIVATION_DISK=/nvme0,/nvme1, folders on local drives, what the host does not hold goes there: 256 GiB are enough.
 # Planned for a GeForce RTX 4090; GPU=h100-80 and so on plans for another one.
 GPUS_PER_NODE="${GPUS_PER_NODE:-1}" GPU="${GPU:-rtx-4090}" HOST_MEMORY_GIB="${HOST_MEMORY_GIB:-512}"
 source "$(dirname "$0")/launch.sh"
@@ -31,6 +32,7 @@ MEMORY_ARGS=(
     --sequence-tile-size 4096
     --loss-chunk-size 2048
 )
+add_activation_disk
 TRAINING_ARGS=(
     --micro-batch-size 1
     --global-batch-size 1

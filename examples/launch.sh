@@ -11,7 +11,8 @@
 #
 # Several nodes: the same command on each, with MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and GPUS_PER_NODE set as
 # torchrun knows them. Other nodes: GPU, a name that plan_memory.py --gpu takes; GPU_MEMORY_GIB, of one GPU, and
-# HOST_MEMORY_GIB, of a node, where they differ from that GPU's usual nodes.
+# HOST_MEMORY_GIB, of a node, where they differ from that GPU's usual nodes. DISK_GIB: free space of a node in the folders
+# of ACTIVATION_DISK, for launchers that take it.
 set -euo pipefail
 ROOT="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -148,6 +149,13 @@ print_command() {
         echo "this command works once ${unset[*]} in it are replaced: the host of node 0, and each node's own number"
 }
 
+# Adds to MEMORY_ARGS what local drives change, if ACTIVATION_DISK names folders on them: the planner chooses what goes there,
+# and for how many layers host and drives hold attention's output.
+add_activation_disk() {
+    [[ -n "${ACTIVATION_DISK:-}" ]] || return 0
+    MEMORY_ARGS+=(--activation-disk "$ACTIVATION_DISK" --recompute-granularity selective --attention-output-layers auto)
+}
+
 # Sets flags: a launcher's own, given here, those that follow from the paths, and the user's, which win.
 join_flags() {
     flags=("$@" "${DATA_ARGS[@]}" "${LOAD_ARGS[@]}" "${OUTPUT_ARGS[@]}" "${FURTHER_ARGS[@]}")
@@ -163,6 +171,7 @@ launch() {
     local nodes=(--nodes "$NNODES" --gpus-per-node "$GPUS_PER_NODE" --gpu "$GPU")
     [[ -z "${GPU_MEMORY_GIB:-}" ]] || nodes+=(--gpu-memory-gib "$GPU_MEMORY_GIB")
     [[ -z "${HOST_MEMORY_GIB:-}" ]] || nodes+=(--host-memory-gib "$HOST_MEMORY_GIB")
+    [[ -z "${DISK_GIB:-}" ]] || nodes+=(--disk-gib "$DISK_GIB")
     # Each rank on the CPUs and in the memory beside its GPU: what it offloads does not cross sockets.
     local binding=(--numa-binding node)
     [[ "$DRY_RUN" == yes ]] || can_bind || binding=()

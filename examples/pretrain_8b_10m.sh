@@ -3,7 +3,9 @@
 #
 #   bash examples/pretrain_8b_10m.sh [--dry-run|--rehearse] [CHECKPOINTS [TENSORBOARD [TOKENIZER [DATA]]]] [FLAGS]
 #
-# Nothing that attention computes is kept: 10M tokens of it would take more than the node has.
+# Nothing that attention computes is kept: 10M tokens of it would take more than the node has. With
+# ACTIVATION_DISK=/nvme0,/nvme1, folders on local drives, it is kept for as many layers as host and drives hold:
+# all of them with 1.8 TB of drives, and a step takes 21,400 s instead of 26,900 by the plan.
 source "$(dirname "$0")/launch.sh"
 read_arguments "$@"
 name_paths pretrain_8b_10m "${PATHS[@]}"
@@ -27,6 +29,7 @@ MEMORY_ARGS=(
     --sequence-tile-size 8192
     --loss-chunk-size 8192
 )
+add_activation_disk
 TRAINING_ARGS=(
     --micro-batch-size 1
     --global-batch-size 1

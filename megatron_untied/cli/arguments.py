@@ -60,7 +60,7 @@ from megatron_untied.config.run import (
     ScheduleConfig,
 )
 from megatron_untied.flops import slow_step_seconds
-from megatron_untied.planner.automatic import SAVED, is_automatic
+from megatron_untied.planner.automatic import SAVED, has_open_sizes
 from megatron_untied.planner.geometry import by_sizes
 from megatron_untied.platform import device
 from megatron_untied.presets import read_preset
@@ -188,7 +188,7 @@ def parse_arguments(
     config = replace(config, distributed=_distributed(values, longest_timeout(config, world_size)))
     validate(config, world_size)  # all remaining problems at once, one per line
     # What the planner is to choose it chooses together, for the memory of the machine.
-    if leaves_sizes or is_automatic(config):
+    if leaves_sizes or has_open_sizes(config):
         return config
     stages = (config.in_stage(number) for number in range(len(config.stages) or 1))
     sized = by_sizes(max(stages, key=lambda each: each.batch.seq_length))  # the same in all of them
@@ -197,8 +197,9 @@ def parse_arguments(
 
 def _require_partners(given: Values) -> None:
     """Refuse flags that have no effect without another one, which is absent."""
+    opened = {name for _, name in SAVED} if given.get("recompute_granularity") == "auto" else set()
     for name, other in REQUIRED_FLAGS.items():
-        if name in given and other not in given:
+        if name in given and other not in given.keys() | opened:
             raise ValueError(f"{flag_of(name)} has no effect without {flag_of(other)}; give both")
     if "use_checkpoint_args" in given and not given.keys() & {"load", "pretrained_checkpoint"}:
         raise ValueError("--use-checkpoint-args has no effect without --load; give both")
@@ -311,8 +312,11 @@ def _memory(given: Values, values: Values, model: ModelConfig) -> MemoryConfig:
     if values["recompute_granularity"] == "auto":  # and what is not given of its settings
         opened = {name: "auto" for _, name in SAVED if name not in given}
     offloaded = opened.get("cpu_offloading_num_layers", values["cpu_offloading_num_layers"])
-    num_layers = model.num_layers if offloaded == "all" else offloaded
-    return _take(MemoryConfig, values, **opened | {"cpu_offloading_num_layers": num_layers})
+    opened["cpu_offloading_num_layers"] = model.num_layers if offloaded == "all" else offloaded
+    # The flag's default counts with disks only.
+    has_limit = values["activation_disk"] and values["activation_disk_gib"] != "all"
+    opened["activation_disk_gib"] = values["activation_disk_gib"] if has_limit else None
+    return _take(MemoryConfig, values, **opened)
 
 
 def _batch(values: Values, parallel: ParallelConfig, world_size: int) -> BatchConfig:

@@ -84,10 +84,10 @@ def folders(value: str) -> tuple[str, ...]:
     return found
 
 
-def all_or(number: Callable[[str], int], *words: str) -> Callable[[str], int | str]:
+def all_or(number: Callable[[str], Any], *words: str) -> Callable[[str], Any]:
     """A parser of one of ``words``, or of what ``number`` parses."""
 
-    def parse(value: str) -> int | str:
+    def parse(value: str) -> Any:
         if value in words:
             return value
         try:

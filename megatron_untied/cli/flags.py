@@ -289,9 +289,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         flag(
             "--activation-disk-gib",
-            real(1e-6, 1e9),
-            metavar="N",
-            help="GiB per rank stored there at most; the rest stays on the host (no limit)",
+            all_or(real(0.0, 1e9), "all", "auto"),
+            "auto",
+            metavar="N|all|auto",
+            help="GiB per rank stored there at most, the rest stays on the host; auto: what the "
+            "host does not hold",
         ),
         switch(
             "--no-activation-disk-checksums",

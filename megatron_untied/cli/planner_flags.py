@@ -5,6 +5,7 @@ not depend on, such as the learning rate, have defaults here.
 """
 
 import argparse
+import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from megatron_untied.planner.automatic import legal_chunks
 from megatron_untied.planner.machine import (
     DEFAULT_GPU,
     DEVICE_RESERVE_GIB,
+    DISK_GB_PER_SECOND,
     Gpu,
     GpuRates,
     Machine,
@@ -272,6 +274,20 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="GiB",
         help="host memory of a node (that of nodes with --gpu)",
     )
+    group.add_argument(
+        "--disk-gib",
+        type=real(0.0, 1e9),
+        default=math.inf,
+        metavar="GiB",
+        help="free space of a node in the folders of --activation-disk (no limit)",
+    )
+    group.add_argument(
+        "--disk-gb-per-second",
+        type=real(0.001, 1e6),
+        default=DISK_GB_PER_SECOND,
+        metavar="GB/s",
+        help=f"what one of these folders is written and read with ({DISK_GB_PER_SECOND:g})",
+    )
 
 
 def machine_of(own: argparse.Namespace) -> Machine:
@@ -294,6 +310,8 @@ def machine_of(own: argparse.Namespace) -> Machine:
         gpu=gpu,
         gpu_memory_gib=gpu.memory_gib,
         host_memory_gib=own.host_memory_gib or gpu.host_memory_gib,
+        disk_gib=own.disk_gib,
+        disk_gb_per_second=own.disk_gb_per_second,
     )
 
 

@@ -25,6 +25,7 @@ from megatron_untied.planner.plan import Plan, peak_bytes
 from megatron_untied.planner.search import plan_stages
 from megatron_untied.platform import device
 from megatron_untied.platform.device import GIB
+from megatron_untied.streaming.disk import free_bytes
 
 NO_LIMIT = float("inf")
 CAP_IPC_LOCK = 14
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if plan.activation_disk is not None:
         disk = plan.activation_disk
         needed = replace(needed, activation_disk_gib=disk.node_bytes / GIB)
-        found = replace(found, activation_disk_gib=disk.free_bytes() / GIB)
+        found = replace(found, activation_disk_gib=free_bytes(disk.folders) / GIB)
     print("\n".join(table(needed, found)))
     lines = list(shortfalls(needed, found))
     # After the table, so that a log has the amounts above the errors.

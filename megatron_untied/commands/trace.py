@@ -2,7 +2,8 @@ r"""Count the GPU and host memory of one training step, per rank, on any machine
 
 Runs the real step (model, loss, sharding, offloading, optimizer) at full size on tensors without
 memory; attention kernels and collectives only allocate what the real ones do. Takes the flags of
-pretrain_gpt.py; --micro-batch-size, --lr and data are optional.
+pretrain_gpt.py; --micro-batch-size, --lr and data are optional. What is "auto" is chosen for the
+machine that flags of plan_memory.py describe, by default a node of H100s.
 
     python benchmarks/memory_trace.py --world-size 8 --model llama3-8b --seq-length 5242880 \
         --context-parallel-size 8 --cp-heads-per-chunk 8 --no-cp-overlap --bf16 \
@@ -28,10 +29,10 @@ from rich.console import Console
 
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.cli.flag_values import count
-from megatron_untied.cli.planner_flags import complete
+from megatron_untied.cli.planner_flags import add_machine_flags, complete, machine_of
 from megatron_untied.commands import parser_beside_training
 from megatron_untied.phases import Phase
-from megatron_untied.planner.automatic import is_automatic
+from megatron_untied.planner.automatic import choose, describe, is_automatic
 from megatron_untied.planner.report import print_line, print_table
 from megatron_untied.platform.device import GIB
 from megatron_untied.tracing.step import StepTrace, trace_step
@@ -42,6 +43,7 @@ def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This tool's flags, and those of the run."""
     parser = parser_beside_training(__doc__, "--world-size N")
     parser.add_argument("--world-size", type=count, required=True, help="ranks of the run")
+    add_machine_flags(parser)
     parser.add_argument("--rank", type=int, default=0, help="the rank to trace (0)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers here")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the step's memory here")
@@ -51,6 +53,14 @@ def parse_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             f"--rank {own.rank} is not one of the {own.world_size} ranks: "
             f"use 0 to {own.world_size - 1}"
         )
+    own.gpus_per_node = min(own.gpus_per_node, own.world_size)
+    nodes, rest = divmod(own.world_size, own.gpus_per_node)
+    if rest or own.nodes not in (1, nodes):
+        parser.error(
+            f"--world-size {own.world_size} is not the ranks of whole nodes of --gpus-per-node "
+            f"{own.gpus_per_node}; give as many GPUs per node as divide it, and leave out --nodes"
+        )
+    own.nodes = nodes
     for file in filter(None, (own.json, own.plot)):  # before minutes of tracing, not after them
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -149,10 +159,9 @@ def main() -> None:
                 "--seq-length and the batch and rotary flags of the stage to trace"
             )
         if is_automatic(config):
-            raise ValueError(
-                "auto depends on the memory of a machine, which a trace does not have; give the "
-                "values that tools/plan_memory.py chooses with these flags"
-            )
+            plan = choose(config, machine_of(own))  # as training does on such nodes
+            print_line(console, describe(plan))
+            config = plan.config
         with console.status("tracing a step"):
             trace = trace_step(config, world_size=own.world_size, rank=own.rank)
     print_trace(trace, console)

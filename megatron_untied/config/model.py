@@ -119,8 +119,9 @@ class MemoryConfig:
     activation_disk: tuple[str, ...] = ()
     """Folders on local disks; the saved activations of those layers go on from the host to there,
     except for the last two. Each rank stripes its own over all folders."""
-    activation_disk_gib: float | None = None
-    """The most that a rank stores there: later layers stay on the host. None is no limit."""
+    activation_disk_gib: float | Literal["auto"] | None = None
+    """The most that a rank stores there: later layers stay on the host. None is no limit; "auto" is
+    what the host cannot hold, chosen by the planner."""
     activation_disk_checksums: bool = True
     """Compare what is read from the disk with the crc32 of what was written."""
     park_during_attention: bool | Literal["auto"] = False

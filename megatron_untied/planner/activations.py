@@ -5,8 +5,8 @@ The buffers are those of the plans that the run itself allocates from
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -192,16 +192,20 @@ class StreamedActivations:
     held: dict[tuple[Phase, int], Held]
     """The workspace by phase and layer, when the layer leaves the phase."""
     kernel: KernelBuffers
+    _left: dict[int, Buffer] = field(default_factory=dict)
+    """What earlier phases left, under the name of its memory; by id of what was taken."""
 
     @classmethod
-    def of(cls, geometry: Geometry, rank: int, *, evaluates: bool = False) -> "StreamedActivations":
-        """Of one Ulysses rank; see :func:`memory_plan`."""
+    def of(
+        cls, geometry: Geometry, rank: int, layers: Collection[int], *, evaluates: bool = False
+    ) -> "StreamedActivations":
+        """Of one Ulysses rank, for these of its layers; see :func:`memory_plan`."""
         plan = memory_plan(geometry, rank, evaluates=evaluates)
         return cls(
             geometry=geometry,
             policy=plan.policy,
             plan=plan,
-            held={(phase, layer): held for phase, layer, held in plan.workspace()},
+            held={(phase, layer): held for phase, layer, held in plan.workspace(layers)},
             kernel=KernelBuffers.of(
                 plan.sizes.attention, geometry.kernel, home_on_host=plan.policy.park
             ),
@@ -216,7 +220,10 @@ class StreamedActivations:
         taken = self.plan.taken(phase, layer)
         known = {id(buffer) for buffer in taken}
         left = [x for x in self.held[phase, layer].values() if id(x) not in known]
-        return (*taken, *(replace(x, name=x.memory, because="") for x in left))
+        for buffer in left:
+            if id(buffer) not in self._left:
+                self._left[id(buffer)] = replace(buffer, name=buffer.memory, because="")
+        return (*taken, *(self._left[id(buffer)] for buffer in left))
 
     def kept_forward(self, layer: int) -> Bytes:
         """On the device when the forward of ``layer`` ends."""

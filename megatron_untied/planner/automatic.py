@@ -20,6 +20,7 @@ from megatron_untied.planner.geometry import by_sizes
 from megatron_untied.planner.machine import Machine
 from megatron_untied.planner.plan import Plan, fits, peak_bytes
 from megatron_untied.platform.device import GIB
+from megatron_untied.streaming.host_arena import PAGE_BYTES
 
 SIZES = (
     ("parallel", "heads_per_chunk"),
@@ -34,21 +35,29 @@ SAVED = (
     ("memory", "cpu_offloading_num_layers"),
     ("memory", "park_during_attention"),
 )
-OPEN = SIZES + SAVED
+DISK = ("memory", "activation_disk_gib")
+OPEN = (*SIZES, *SAVED, DISK)
 """Parts and fields of a configuration that may be "auto"."""
+_WHOLE_GIB, _PARTS_OF_GIB = 16, 16
+"""Above so many a limit of disks is rounded up to such parts of one."""
 _WITHOUT_MACHINE = ("cp_overlap", "sequence_tile_size", "loss_chunk_size")
 
 
-def is_automatic(config: RunConfig) -> bool:
-    """Whether a value is left to the planner, which needs a machine for it."""
-    values = (getattr(getattr(config, part), name) for part, name in OPEN
+def has_open_sizes(config: RunConfig) -> bool:
+    """Whether a value is left to the planner with which sizes of chunks and tiles are chosen."""
+    values = (getattr(getattr(config, part), name) for part, name in SIZES + SAVED
               if name not in _WITHOUT_MACHINE)  # fmt: skip
     return "auto" in values
 
 
+def is_automatic(config: RunConfig) -> bool:
+    """Whether a value is left to the planner, which needs a machine for it."""
+    return has_open_sizes(config) or config.memory.activation_disk_gib == "auto"
+
+
 def opened(config: RunConfig) -> RunConfig:
     """``config`` with everything that may be "auto" left to the planner."""
-    for part, name in OPEN:
+    for part, name in OPEN if config.memory.activation_disk else SIZES + SAVED:
         config = replace(config, **{part: replace(getattr(config, part), **{name: "auto"})})
     return config
 
@@ -62,12 +71,9 @@ def choose(config: RunConfig, machine: Machine) -> Plan:
     found = ranked(config, machine, only_fastest=True)
     if found:
         return found[0]
-    least = nearest(config, machine)
     raise ValueError(
-        f"no automatic setting fits: the nearest takes {least.peak.num_bytes / GIB:.1f} of "
-        f"{machine.device_bytes / GIB:.1f} GiB per GPU and {least.host.total() / GIB:.1f} of "
-        f"{machine.host_bytes / GIB:.1f} GiB of host memory per rank; tools/plan_memory.py lists "
-        "other flags that make it fit"
+        f"no automatic setting fits: the nearest takes {sizes(nearest(config, machine))}; "
+        "tools/plan_memory.py lists other flags that make it fit"
     )
 
 
@@ -91,8 +97,7 @@ def ranked(
     def push(bound: Plan, step: int, way: Plan, best: Plan) -> None:
         heapq.heappush(queue, (seconds_of(bound), next(order), step, way, best))
 
-    start = Plan(_with_sizes(config), machine, every_layer=False)
-    for way in ways_to_save(start):
+    for way in ways_to_save(Plan(config, machine, every_layer=False)):
         fastest = min((each for _, each in _sizes(way)), key=lambda x: seconds_of(_placed(x)))
         push(_placed(fastest), 0, way, fastest)
     while queue and queue[0][0] < below:
@@ -100,6 +105,7 @@ def ranked(
         if step == 0:
             placed = with_fewest_on_host(_kept(best, None))
             if placed is not None:
+                placed = with_least_on_disk(placed)
                 push(placed, 3, way, placed)
             else:
                 push(_with_room_for_outputs(way, best), 1, way, best)
@@ -108,10 +114,12 @@ def ranked(
             if placed is not None:
                 push(_placed(best, placed.config.memory.attention_output_layers), 2, way, placed)
         elif step == 2:
-            placed = _with_fastest_sizes(way, best)
+            placed = with_least_on_disk(_with_fastest_sizes(way, best))
             push(placed, 3, way, placed)
         else:
-            found.append(replace(best, config=_settled(best.config), every_layer=True))
+            best = replace(best, config=_settled(best.config), every_layer=True)
+            if all(best.config != plan.config for plan in found):
+                found.append(best)
             if only_fastest:
                 break
     return found
@@ -123,6 +131,8 @@ def _with_room_for_outputs(way: Plan, fastest: Plan) -> Plan:
     least = _placed(_with_least_sizes(way), 0, layers)
     room = machine.host_bytes - least.host.total()
     room += max(0, machine.device_bytes - peak_bytes(least))
+    if (disk := least.activation_disk) is not None:
+        room += min(machine.disk_bytes - disk.rank_bytes, layers * least.geometry.output_bytes)
     # A group that is recomputed holds its outputs too, in memory that kept ones have left by then.
     group = way.config.memory.recompute_num_layers
     kept = max(0, room // least.geometry.output_bytes) + group
@@ -131,21 +141,22 @@ def _with_room_for_outputs(way: Plan, fastest: Plan) -> Plan:
 
 def fits_somehow(plan: Plan) -> bool:
     """Whether ``plan``, whose configuration may have "auto", fits with any values in its place."""
-    start = replace(plan, config=_with_sizes(plan.config))
-    return any(_fits_with_least(way) for way in ways_to_save(start))
+    return any(use_of_least(way)[0] for way in ways_to_save(plan))
 
 
 def _with_sizes(config: RunConfig) -> RunConfig:
-    """As a run takes it: sizes stay open only where the planner chooses anything else."""
-    return config if is_automatic(config) else by_sizes(config)
+    """As a run takes it: sizes stay open only where the planner chooses more than the disk."""
+    return config if has_open_sizes(config) else by_sizes(config)
 
 
 def ways_to_save(plan: Plan) -> list[Plan]:
     """``plan`` with granularity, groups and parking set wherever they are open.
 
+    With an open limit of disks there is each way without them, which may be faster, and with them.
     Attention outputs that are kept and layers on the host stay open. "selective" stands for "full"
     too, which keeps none.
     """
+    plan = replace(plan, config=_with_sizes(plan.config))
     memory, layers = plan.config.memory, plan.config.model.num_layers
     given, sizes = memory.recompute_granularity, [memory.recompute_num_layers]
     if sizes == ["auto"]:
@@ -156,6 +167,7 @@ def ways_to_save(plan: Plan) -> list[Plan]:
     ways = []
     if given is None or (given == "auto" and not needs_streamed_layers(memory)):
         ways.append(without_streaming(plan))
+    disks = [0.0, "auto"] if memory.activation_disk_gib == "auto" else [memory.activation_disk_gib]
     if given is not None:
         ways += [
             plan.with_settings(
@@ -163,8 +175,9 @@ def ways_to_save(plan: Plan) -> list[Plan]:
                 recompute_granularity="selective" if given == "auto" else given,
                 recompute_num_layers=size,
                 park_during_attention=park,
+                activation_disk_gib=disk,
             )
-            for size, park in itertools.product(sizes, parks)
+            for disk, size, park in itertools.product(disks, sizes, parks)
         ]
     return ways
 
@@ -185,6 +198,7 @@ def without_streaming(plan: Plan) -> Plan:
         recompute_num_layers=1,
         park_during_attention=False,
         cpu_offloading_num_layers=0,
+        activation_disk_gib=None,
     )
 
 
@@ -255,12 +269,29 @@ def _placed(plan: Plan, kept: int | None = None, on_host: int = 0) -> Plan:
     return plan.with_settings("memory", **values) if values else plan
 
 
-def _fits_with_least(way: Plan) -> bool:
-    """Whether ``way`` fits with the smallest sizes, and no outputs kept or all."""
-    least = _with_least_sizes(way)
+def use_of_least(way: Plan) -> tuple[bool, float]:
+    """Whether ``way`` fits with the smallest sizes, and what share of the memory it takes, about.
+
+    With no outputs kept or all of them, whichever takes less.
+    """
+    least, layers = _with_least_sizes(way), way.config.model.num_layers
+    device_bytes, host_bytes = (
+        max(1, x) for x in (way.machine.device_bytes, way.machine.host_bytes)
+    )
+    shares = []
     # An output that is recomputed may take more of the device than one that is kept on the host.
-    kinds = (0, None) if way.config.memory.park_during_attention else (0,)
-    return any(with_fewest_on_host(_kept(least, x), any_number=True) is not None for x in kinds)
+    for kept in (0, None) if way.config.memory.park_during_attention else (0,):
+        plan = _kept(least, kept)
+        every = _placed(plan, on_host=layers)
+        on_device, on_host = peak_bytes(every), every.host.total()
+        share = on_host / host_bytes
+        if plan.config.memory.cpu_offloading_num_layers == "auto":  # one may serve for the other
+            share = (on_device + on_host) / (device_bytes + host_bytes)
+        share = max(share, on_device / device_bytes)
+        if with_fewest_on_host(plan, any_number=True, every=every) is not None:
+            return True, share
+        shares.append(share)
+    return False, min(shares)
 
 
 def _kept(plan: Plan, kept: int | None) -> Plan:
@@ -306,15 +337,20 @@ def _with_most_kept(plan: Plan) -> Plan | None:
     return with_fewest_on_host(_kept(plan, low))
 
 
-def with_fewest_on_host(plan: Plan, *, any_number: bool = False) -> Plan | None:
+def with_fewest_on_host(
+    plan: Plan, *, any_number: bool = False, every: Plan | None = None
+) -> Plan | None:
     """``plan`` with as few layers on the host as the GPU needs, if open; None: none fits.
 
-    ``any_number``: all of them, if that fits, which is known at once.
+    Args:
+        plan: everything else is settled.
+        any_number: all of them, if that fits, which is known at once.
+        every: ``plan`` with all of them, if the caller has it.
     """
     if plan.config.memory.cpu_offloading_num_layers != "auto":
         return plan if fits(plan) else None
     layers = plan.config.model.num_layers
-    none, every = _placed(plan, on_host=0), _placed(plan, on_host=layers)
+    none, every = _placed(plan, on_host=0), every or _placed(plan, on_host=layers)
     if not fits(every, with_host=False):
         return None
     if any_number and every.fits_host:
@@ -337,6 +373,28 @@ def with_fewest_on_host(plan: Plan, *, any_number: bool = False) -> Plan | None:
     return more if more.fits_host else None
 
 
+def with_least_on_disk(plan: Plan) -> Plan:
+    """``plan`` with no more on disks than the host needs, if open; all else is settled."""
+    if plan.config.memory.activation_disk_gib != "auto":
+        return plan
+
+    def limited(num_bytes: int) -> Plan:
+        gib = num_bytes / GIB
+        if gib > _WHOLE_GIB:  # for people
+            gib = math.ceil(gib * _PARTS_OF_GIB) / _PARTS_OF_GIB
+        return plan.with_settings("memory", activation_disk_gib=gib)
+
+    if (none := limited(0)).fits_host:
+        return none
+    low, high = 0, plan.activation_disk.rank_bytes
+    least = max(PAGE_BYTES, high >> 8)
+    while high - low > least:
+        middle = low + (high - low) // 2
+        low, high = (low, middle) if limited(middle).fits_host else (middle, high)
+    # What such a limit lets through is often less, as slots are large.
+    return limited(limited(high).activation_disk.rank_bytes)
+
+
 def nearest(config: RunConfig, machine: Machine) -> Plan:
     """Of plans that do not fit, the one that lacks the fewest bytes of GPU and host together."""
     layers, plans = config.model.num_layers, []
@@ -348,7 +406,7 @@ def nearest(config: RunConfig, machine: Machine) -> Plan:
         on_host = plan.host.total() - plan.machine.host_bytes
         return max(0, peak_bytes(plan) - plan.machine.device_bytes) + max(0, on_host)
 
-    least = min(plans, key=lambda plan: (lacking(plan), peak_bytes(plan)))
+    least = with_least_on_disk(min(plans, key=lambda plan: (lacking(plan), peak_bytes(plan))))
     return replace(least, config=_settled(least.config))
 
 
@@ -368,7 +426,7 @@ def flags_of(config: RunConfig, fields: Iterable[tuple[str, str]]) -> list[str]:
     words = []
     for part, name in fields:
         flag, value = flag_of(f"{part}.{name}"), getattr(getattr(config, part), name)
-        needs_streaming = (part, name) in SAVED or name == "sequence_tile_size"
+        needs_streaming = (part, name) in (*SAVED, DISK) or name == "sequence_tile_size"
         if value is None or (needs_streaming and not streamed):
             continue
         if name == "cp_overlap":  # neither switch leaves it open
@@ -383,8 +441,9 @@ def flags_of(config: RunConfig, fields: Iterable[tuple[str, str]]) -> list[str]:
 def describe(plan: Plan) -> str:
     """One line on what was chosen, in flags."""
     found = "planned" if plan.fits else "no automatic setting fits, the nearest is"
+    disk = f" | {plan.activation_disk.describe()}" if plan.activation_disk else ""
     assumed = f" | assumed: {plan.machine.gpu.assumed}" if plan.machine.gpu.assumed else ""
-    return f"{found}: {settings(plan)} | {sizes(plan)}{assumed}"
+    return f"{found}: {settings(plan)} | {sizes(plan)}{disk}{assumed}"
 
 
 def settings(plan: Plan) -> str:
@@ -396,9 +455,12 @@ def settings(plan: Plan) -> str:
 
 def sizes(plan: Plan) -> str:
     """The peak and the host memory, with what there is after the reserve."""
-    machine = plan.machine
+    machine, disk = plan.machine, ""
+    if plan.activation_disk is not None and not math.isinf(machine.disk_bytes):
+        used = plan.activation_disk.rank_bytes / GIB
+        disk = f", {used:.1f} of {machine.disk_bytes / GIB:.1f} GiB on disks"
     return (
         f"{plan.peak.num_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB per GPU, "
         f"{plan.host.total() / GIB:.1f} of {machine.host_bytes / GIB:.1f} GiB of host memory per "
-        "rank"
+        f"rank{disk}"
     )

@@ -138,20 +138,10 @@ class ActivationDiskUse:
         per_node = self.ranks_per_node / 1e9
         return per_node * self.written_bytes / forward, per_node * self.read_bytes / backward
 
-    def free_bytes(self) -> int:
-        """That this machine has for all folders in equal parts; 0 if one is not there."""
-        folders = [Path(folder) for folder in self.folders]
-        if not all(folder.is_dir() for folder in folders):
-            return 0
-        systems = [folder.stat().st_dev for folder in folders]
-        free = (
-            shutil.disk_usage(folder).free // systems.count(system)
-            for folder, system in zip(folders, systems, strict=True)
-        )
-        return min(free) * len(folders)
-
     def describe(self) -> str:
         """One line for a report."""
+        if not self.rank_bytes:
+            return "saved activations on disk: none, the host holds all of them"
         write, read = self.needed_gb_per_second
         return (
             f"saved activations on disk: {_gib(self.rank_bytes)} per rank, "

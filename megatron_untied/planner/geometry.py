@@ -4,6 +4,7 @@ Tile, chunk of the loss and overlap that are "auto" follow from the model and th
 that a run computes the same on every machine.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
@@ -50,6 +51,15 @@ def by_sizes(config: RunConfig) -> RunConfig:
         memory=replace(memory, sequence_tile_size=tile_size, loss_chunk_size=chunk_size),
         parallel=replace(parallel, cp_overlap=overlap),
     )
+
+
+def _with_disk_limit(config: RunConfig, machine: Machine) -> RunConfig:
+    """``config`` with all that ``machine`` has in place of "auto"."""
+    if config.memory.activation_disk_gib != "auto":
+        return config
+    # The least that a plan can take of the host: the search for the limit starts there.
+    gib = None if math.isinf(machine.disk_bytes) else machine.disk_bytes / GIB
+    return replace(config, memory=replace(config.memory, activation_disk_gib=gib))
 
 
 def _power_of_two(most: int) -> int:
@@ -143,7 +153,7 @@ class Geometry:
             ValueError: heads per chunk that do not divide over the ranks, or no attention kernel
                 fits the model and the GPU.
         """
-        config, world_size = by_sizes(config), machine.world_size
+        config, world_size = _with_disk_limit(by_sizes(config), machine), machine.world_size
         model, memory = config.model, config.memory
         parallel, batch = config.parallel, config.batch
         num_tensor = parallel.tensor_model_parallel_size

@@ -2,6 +2,8 @@
 
 import importlib.resources
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
@@ -11,12 +13,17 @@ from megatron_untied.context_parallel.kernels.split_calls import Limits
 from megatron_untied.context_parallel.kernels.traced import SCRATCH
 from megatron_untied.platform import device
 from megatron_untied.platform.device import GIB
+from megatron_untied.streaming.disk import free_bytes
 
 DEVICE_RESERVE_GIB = 4
 """Per GPU, for its context, NCCL, cuBLAS and what the allocator cannot use."""
 HOST_RESERVE_GIB = 2
 """Per rank, for its process: Python, libraries, CUDA's part on the host."""
 DEFAULT_GPU = "h100-80"
+DISK_GB_PER_SECOND = 4.0
+"""Assumed of a local drive: what one for servers on PCIe 4 keeps on writing; it reads faster."""
+_DISK_SHARE = 0.98
+"""Of the free space that a plan takes: files are whole stripes, and file systems need some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +68,10 @@ class Machine:
     """Of one node."""
     kernels: dict[str, Limits] | None = None
     """Limits of the attention kernels that are installed, by name; None: all may be."""
+    disk_gib: float = math.inf
+    """Free in the folders of ``--activation-disk`` of one node."""
+    disk_gb_per_second: float = DISK_GB_PER_SECOND
+    """Of one of these folders."""
 
     @property
     def world_size(self) -> int:
@@ -76,6 +87,11 @@ class Machine:
     def host_bytes(self) -> int:
         """Bytes per rank that tensors may take on the host."""
         return int((self.host_memory_gib / self.gpus_per_node - HOST_RESERVE_GIB) * GIB)
+
+    @property
+    def disk_bytes(self) -> float:
+        """Bytes per rank that saved activations may take on its node's disks; may be infinite."""
+        return _DISK_SHARE * self.disk_gib / self.gpus_per_node * GIB
 
 
 def read_gpus() -> dict[str, Gpu]:
@@ -132,8 +148,10 @@ _BF16_FLOPS_PER_CYCLE = {
 """Of one multiprocessor's tensor cores, dense, by compute capability."""
 
 
-def this_machine(groups: ProcessGroupCollection) -> Machine:
+def this_machine(groups: ProcessGroupCollection, disks: Sequence[str] = ()) -> Machine:
     """Memory and number of GPUs of the smallest node, rates of the slowest GPU; collective.
+
+    ``disks``: folders of ``--activation-disk``, whose free space counts.
 
     Without GPUs it is the machine that the planner assumes without machine flags, so that "auto"
     becomes the same on CPUs as in a plan.
@@ -142,10 +160,11 @@ def this_machine(groups: ProcessGroupCollection) -> Machine:
     gpu = this_gpu()
     here = device.current_device()
     found = {kind.name: kind().limits for kind in SCRATCH if not kind.missing(here)}
-    mine = gpu, device.num_devices() or min(world_size, 8), found or None
-    gathered: list[tuple[Gpu, int, dict[str, Limits] | None]] = [mine] * world_size
+    free_gib = free_bytes(disks) / GIB if disks else math.inf
+    mine = gpu, device.num_devices() or min(world_size, 8), found or None, free_gib
+    gathered: list[tuple[Gpu, int, dict[str, Limits] | None, float]] = [mine] * world_size
     dist.all_gather_object(gathered, mine)
-    gpus, counts, installed = zip(*gathered, strict=True)
+    gpus, counts, installed, free = zip(*gathered, strict=True)
     kernels = installed[0]
     for others in installed[1:]:
         # What all ranks have, with the limits of the rank that indexes least.
@@ -168,6 +187,7 @@ def this_machine(groups: ProcessGroupCollection) -> Machine:
         gpu_memory_gib=min(gpu.memory_gib for gpu in gpus),
         host_memory_gib=min(gpu.host_memory_gib for gpu in gpus),
         kernels=kernels,
+        disk_gib=min(free),
     )
 
 

@@ -17,6 +17,7 @@ from megatron_untied.planner.step import MemorySnapshot, PlainStep, StreamedStep
 from megatron_untied.planner.time import StepTime
 from megatron_untied.planner.weights import ShardedWeights
 from megatron_untied.platform.device import GIB
+from megatron_untied.streaming.disk import ActivationDisk
 from megatron_untied.streaming.host_arena import HostArena
 
 _LOADER_BYTES = 2 * 28
@@ -31,7 +32,10 @@ _LONGEST = 1 << 40
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``config`` takes per rank of ``machine``, for the rank with the highest peak."""
+    """What ``config`` takes per rank of ``machine``, for the rank with the highest peak.
+
+    Where the limit of disks is "auto" as much goes there as they hold, and time is without them.
+    """
 
     config: RunConfig
     machine: Machine
@@ -99,10 +103,8 @@ class Plan:
     @cached_property
     def activation_disk(self) -> ActivationDiskUse | None:
         """What saved activations take of disks; None without ``--activation-disk``."""
-        disks = [arena.disk for arena in self._arenas if arena.disk is not None]
-        if not disks:
+        if (disk := self._disk) is None:
             return None
-        disk = max(disks, key=lambda disk: disk.reserved_bytes)
         passes = self.geometry.num_micro_batches
         return ActivationDiskUse(
             folders=self.config.memory.activation_disk,
@@ -123,9 +125,18 @@ class Plan:
         return [memory_plan(self.geometry, rank).host_arena() for rank in ranks]
 
     @cached_property
+    def _disk(self) -> ActivationDisk | None:
+        """That of the rank with most on disks, after a step."""
+        disks = [arena.disk for arena in self._arenas if arena.disk is not None]
+        return max(disks, key=lambda disk: disk.reserved_bytes, default=None)
+
+    @cached_property
     def time(self) -> StepTime:
         """The roofline of a step."""
-        return StepTime.of(self.geometry, self.machine)
+        memory, moved = self.config.memory, (0, 0)
+        if memory.activation_disk and memory.activation_disk_gib != "auto" and self._disk:
+            moved = self._disk.written_bytes, self._disk.read_bytes
+        return StepTime.of(self.geometry, self.machine, moved)
 
     @property
     def fits_device(self) -> bool:
@@ -134,12 +145,13 @@ class Plan:
 
     @property
     def fits_host(self) -> bool:
-        """Whether all ranks of a node leave the host its reserve."""
-        return self.host.total() <= self.machine.host_bytes
+        """Whether all ranks of a node leave the host its reserve, and disks hold the rest."""
+        is_on_disk = self._disk is None or self._disk.reserved_bytes <= self.machine.disk_bytes
+        return is_on_disk and self.host.total() <= self.machine.host_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether device and host memory suffice; raises as :attr:`snapshots` does."""
+        """Whether device, host and disks suffice; raises as :attr:`snapshots` does."""
         return self.fits_device and self.fits_host
 
     def with_settings(self, part: str, **values: Any) -> "Plan":

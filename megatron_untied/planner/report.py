@@ -1,5 +1,6 @@
 """A plan for people, as tables, and for programs, as JSON."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -90,10 +91,13 @@ def verdict(plan: Plan) -> str:
     machine, host = plan.machine, plan.host.total() * plan.machine.gpus_per_node / GIB
     reserve = HOST_RESERVE_GIB * machine.gpus_per_node
     answer = "fits" if plan.fits else "does not fit"
+    disk, disks = plan.activation_disk, ""
+    if disk is not None and not math.isinf(machine.disk_gib):
+        disks = f"; disks {disk.node_bytes / GIB:,.1f} of {machine.disk_gib:,.1f} GiB per node"
     return (
         f"{answer}: GPU {plan.peak.num_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB "
         f"after {DEVICE_RESERVE_GIB} GiB reserve; host {host:.1f} of "
-        f"{machine.host_memory_gib - reserve:.1f} GiB per node after {reserve} GiB reserve"
+        f"{machine.host_memory_gib - reserve:.1f} GiB per node after {reserve} GiB reserve{disks}"
     )
 
 

@@ -17,6 +17,8 @@ from megatron_untied.planner.automatic import (
     seconds_of,
     settings,
     sizes,
+    use_of_least,
+    ways_to_save,
 )
 from megatron_untied.planner.geometry import by_sizes
 from megatron_untied.planner.machine import Machine
@@ -150,18 +152,42 @@ def longest_open(plans: list[Plan]) -> tuple[int, Plan | None]:
     """The longest sequence that one of ``plans`` fits with any values for "auto", and that plan."""
     best, tokens = None, 0
     for plan in plans:
-        step = length_step(plan)
-        low, high = tokens // step, tokens // step + 1  # in steps: high is not known to fit
-        while high * step < _LONGEST and fits_somehow(plan.at_length(high * step)):
-            low, high = high, 2 * high
-        if low * step <= tokens:
-            continue
-        while high - low > 1:
-            middle = (low + high) // 2
-            fit = fits_somehow(plan.at_length(middle * step))
-            low, high = (middle, high) if fit else (low, middle)
-        best, tokens = plan, low * step
+        # The last ways save least: others then are seldom more than one plan.
+        for number in reversed(range(len(ways_to_save(plan)))):
+            found = _longest_of_way(plan, number, tokens)
+            best, tokens = (plan, found) if found > tokens else (best, tokens)
     return tokens, best
+
+
+def _longest_of_way(plan: Plan, number: int, known: int) -> int:
+    """The longest sequence above ``known`` tokens that a way to save fits; ``known``: none.
+
+    Memory grows nearly by a straight line, which tells where to look: a few lengths instead of one
+    for every bit.
+    """
+    step = length_step(plan)
+
+    def use(length: int) -> tuple[bool, float]:
+        return use_of_least(ways_to_save(plan.at_length(length * step))[number])
+
+    low, high = known // step + 1, _LONGEST // step  # in steps
+    fits_now, share = use(low)
+    if not fits_now:
+        return known
+    before, last, near = (0, 0.0), (low, share), 1
+    while high - low > 1:
+        slope = (last[1] - before[1]) / (last[0] - before[0])
+        guess = low + (high - low) // 2
+        if 0 < slope < math.inf:
+            guess = int(last[0] + (1 - last[1]) / slope)
+        if not low < guess < high:
+            # Close to the end that the line points to, and farther every time.
+            away = min(near, (high - low) // 2)
+            guess, near = low + away if guess <= low else high - away, 4 * near
+        fits_now, share = use(guess)
+        low, high = (guess, high) if fits_now else (low, guess)
+        before, last = last, (guess, share)
+    return low * step
 
 
 def limit_of(plans: list[Plan], tokens: int) -> str:

@@ -236,7 +236,7 @@ class StreamedStep(Step):
     ) -> None:
         """As a step, with what layers keep, their workspace, and temporaries of tiles."""
         super().__init__(geometry, rank, every_layer, evaluates=evaluates)
-        self.activations = StreamedActivations.of(geometry, rank, evaluates=evaluates)
+        self.activations = StreamedActivations.of(geometry, rank, self._layers, evaluates=evaluates)
         self.kept = self.activations.kept_forward(geometry.num_layers - 1)
         self.tiles = Tiles.of(geometry, self.weights.units)
         if self.activations.policy.park:  # it is on the host

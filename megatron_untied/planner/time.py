@@ -2,13 +2,14 @@
 
 Attention and matrix products run one after the other. Exchanges hide behind attention if they
 overlap with it; copies to the host and gathers of weights hide behind all of a layer, but for tiles
-of the attention output. Only what is left over counts. The estimate ranks settings, and shows when
-a step takes hours.
+of the attention output. Disks are written beside all of a forward and read beside all of a
+backward. Only what is left over counts. The estimate ranks settings, and shows when a step takes
+hours.
 """
 
 from dataclasses import dataclass
 
-from megatron_untied.flops import attention_flops
+from megatron_untied import flops
 from megatron_untied.planner.geometry import Geometry
 from megatron_untied.planner.kernels import attention_units
 from megatron_untied.planner.machine import Machine
@@ -31,8 +32,13 @@ class StepTime:
     """As training logs it."""
 
     @classmethod
-    def of(cls, geometry: Geometry, machine: Machine) -> "StepTime":
-        """By the rates of ``machine``'s GPUs and links."""
+    def of(
+        cls, geometry: Geometry, machine: Machine, on_disk: tuple[int, int] = (0, 0)
+    ) -> "StepTime":
+        """By the rates of ``machine``'s GPUs and links.
+
+        ``on_disk``: bytes that one rank writes to disks and reads from them per micro-batch.
+        """
         geo = geometry
         layers = geo.num_layers * geo.num_micro_batches
         attention, linear, loss = _compute_seconds(geo, machine)
@@ -48,14 +54,24 @@ class StepTime:
         starts = passes * len(geo.schedule.chunks) * chunk_start
         host_copies, exposed_copies = _host_copy_seconds(geo, machine)
         gathers, optimizer = _sharding_seconds(geo, machine)
+        layer_sums, loss_sums = _gradient_sum_seconds(geo, machine)
+        backward = (attention + linear) * (1 - _forward_share(geo))
+        disk_rate = machine.disk_gb_per_second * _GIGA * len(geo.config.memory.activation_disk)
+        written, read = (
+            bytes_ * machine.gpus_per_node / disk_rate if bytes_ else 0.0 for bytes_ in on_disk
+        )
+        beside_write = (attention + linear - backward) * geo.num_layers
+        disk = max(0.0, written - beside_write) + max(0.0, read - backward * geo.num_layers)
         seconds = {
             "attention": layers * attention,
             "linear layers": layers * linear,
             "loss": geo.num_micro_batches * loss,
+            "sums of weight gradients": layers * layer_sums + geo.num_micro_batches * loss_sums,
             "exchanges, not hidden": layers * exposed_exchange,
             "starting chunks": layers * starts,
             "host copies of tiles": layers * exposed_copies,
             "host copies, not hidden": layers * max(0.0, host_copies - attention - linear),
+            "disks, not hidden": geo.num_micro_batches * disk,
             "gathers of weights, not hidden": layers * max(0.0, gathers - attention - linear),
             "optimizer": optimizer,
         }
@@ -75,12 +91,13 @@ def _compute_seconds(geo: Geometry, machine: Machine) -> tuple[float, float, flo
     # Without bf16 the tensor cores run in TF32 or not at all: about an eighth of the peak.
     peak = gpu.bf16_tflops * 1e12 * (1.0 if geo.itemsize == 2 else 0.125)
 
-    flops = attention_flops(model, seq_length=geo.config.batch.seq_length)
+    seq_length = geo.config.batch.seq_length
+    attention_flops = flops.attention_flops(model, seq_length=seq_length)
     # The rank with the most heads has more than an even share, and the others wait for it.
     imbalance = -(-geo.h // geo.num_ulysses) * geo.num_ulysses / geo.h
-    flops *= geo.b / (geo.num_tensor * geo.num_context) * imbalance
+    attention_flops *= geo.b / (geo.num_tensor * geo.num_context) * imbalance
     units = attention_units(gpu.attention_fractions[geo.kernel.kind.name], 1 + geo.recomputed)
-    attention = flops * units / peak
+    attention = attention_flops * units / peak
 
     qkv = geo.m * (geo.h + 2 * geo.g) * geo.d
     others = geo.m * (geo.h * geo.d + (3 if model.swiglu else 2) * geo.f)
@@ -131,6 +148,27 @@ def _host_copy_seconds(geo: Geometry, machine: Machine) -> tuple[float, float]:
         waited_for = 2 * outputs
     rate = machine.gpu.pcie_gb_per_second * _GIGA
     return moved / rate, waited_for / rate
+
+
+def _forward_share(geo: Geometry) -> float:
+    """Of a layer's time."""
+    return 1 / flops.attention_units(geo.config.memory, geo.num_layers)
+
+
+def _gradient_sum_seconds(geo: Geometry, machine: Machine) -> tuple[float, float]:
+    """One average layer's, and those of the output matrix in one micro-batch.
+
+    A tile's gradients are written and read in the model's dtype, and added to fp32 sums, which are
+    read and written; a chunk of the loss adds its product to the sums at once.
+    """
+    units, rate = ShardedWeights.of(geo).units, machine.gpu.memory_gb_per_second * _GIGA
+    num_chunks = -(-geo.residual_tokens // geo.loss_tokens)
+    output = units.embedding if units.is_tied else units.output
+    in_loss = (8 * output.trained_numel * num_chunks if num_chunks > 1 else 0) / rate
+    if not geo.is_streamed or geo.num_tiles == 1:
+        return 0.0, in_loss
+    trained = sum(layer.whole.trained_numel for layer in units.layers) / geo.num_layers
+    return (2 * geo.itemsize + 8) * trained * geo.num_tiles / rate, in_loss
 
 
 def _sharding_seconds(geo: Geometry, machine: Machine) -> tuple[float, float]:

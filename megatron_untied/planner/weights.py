@@ -48,20 +48,24 @@ class Unit:
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
-        return sum(map(math.prod, self.shapes))
+        return _rows_numel(self.shapes, 1)
 
     @property
     def trained_numel(self) -> int:
         """Elements of the trained ones."""
-        return sum(map(math.prod, self.trained))
+        return _rows_numel(self.trained, 1)
 
     def rows_numel(self, num_ranks: int, *, trained: bool = False) -> int:
         """Elements that the first of ``num_ranks`` holds, each parameter cut by rows.
 
         Rows are padded to a multiple of the ranks, so ``num_ranks`` times as many are gathered.
         """
-        shapes = self.trained if trained else self.shapes
-        return sum(-(-rows // num_ranks) * math.prod(rest) for rows, *rest in shapes)
+        return _rows_numel(self.trained if trained else self.shapes, num_ranks)
+
+
+@cache
+def _rows_numel(shapes: tuple[Shape, ...], num_ranks: int) -> int:
+    return sum(-(-rows // num_ranks) * math.prod(rest) for rows, *rest in shapes)
 
 
 class LayerUnits(NamedTuple):

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import tempfile
 import threading
 import zlib
@@ -174,6 +175,7 @@ class ActivationDisk:
         if not memory.activation_disk:
             return None
         gib = memory.activation_disk_gib
+        assert gib != "auto", "the planner chooses it before there are disks"
         return cls(
             None if counts_only else memory.activation_disk,
             capacity_bytes=None if gib is None else int(gib * GIB),
@@ -336,6 +338,19 @@ def named(folder: str, what: str) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or error
         raise type(error)(f"--activation-disk {folder} {what}: {reason}") from error
+
+
+def free_bytes(folders: Sequence[str]) -> int:
+    """That this machine has for all ``folders`` in equal parts; 0 if one is not there."""
+    paths = [Path(folder) for folder in folders]
+    if not all(path.is_dir() for path in paths):
+        return 0
+    systems = [path.stat().st_dev for path in paths]
+    free = (
+        shutil.disk_usage(path).free // systems.count(system)
+        for path, system in zip(paths, systems, strict=True)
+    )
+    return min(free) * len(folders)
 
 
 def require_folders(folders: Sequence[str]) -> None:

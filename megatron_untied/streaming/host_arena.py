@@ -165,9 +165,9 @@ class HostSlot:
         self._extent: Extent | None = None  # on the disk
         self._transfer: Transfer = ()
         """Between memory and disk, not waited for yet."""
-        self._segment: _Segment | None = None  # while only the disk has it, or once released
-        self._host: Tensor | None = None
-        self._lie_in(segment)
+        # None while only the disk has it, or once it is released.
+        self._segment: _Segment | None = segment
+        self._view: Tensor | None = None
 
     def write(self, tensor: Tensor, index: Index = ()) -> Copy:
         """Start copying ``tensor`` to ``slot[index]``, by default the whole slot."""
@@ -223,7 +223,7 @@ class HostSlot:
         if self._extent is not None and self._segment is not None:
             self._settle()
             self._arena._give_back(self._segment)
-            self._segment = self._host = None
+            self._segment = self._view = None
 
     def fetch(self) -> None:
         """Start to read the slot from the disk, if only that has it."""
@@ -234,8 +234,7 @@ class HostSlot:
         after = segment.after(segment.last_write, segment.last_read)
         self._transfer = self._arena.disk.read(self._extent, segment.memory, after)
         segment.last_write = segment.last_read = None  # those of the slot before are done
-        self._is_arriving = True
-        self._lie_in(segment)
+        self._is_arriving, self._segment = True, segment
 
     def release(self) -> None:
         """Let another slot reuse the memory: its writes will wait for reads started here."""
@@ -246,17 +245,20 @@ class HostSlot:
         if self._extent is not None:
             self._arena.disk.release(self._extent)
         self._is_released = True
-        self._segment = self._host = None  # a view left here would keep memory that trim frees
+        self._segment = self._view = None  # a view left here would keep memory that trim frees
 
     def __del__(self):
         # A forward whose graph is dropped without a backward must not lose host memory.
         if not self._is_released:
             self.release()
 
-    def _lie_in(self, segment: _Segment) -> None:
-        self._segment = segment
-        num_bytes = self.shape.numel() * self.dtype.itemsize
-        self._host = segment.memory[:num_bytes].view(self.dtype).view(self.shape)
+    @property
+    def _host(self) -> Tensor:
+        """The memory as a tensor; made at the first use, as plans reserve thousands without one."""
+        if self._view is None:
+            num_bytes = self.shape.numel() * self.dtype.itemsize
+            self._view = self._segment.memory[:num_bytes].view(self.dtype).view(self.shape)
+        return self._view
 
     def _settle(self, *, raises: bool = True) -> None:
         """Block the host until no transfer of this slot is in flight."""

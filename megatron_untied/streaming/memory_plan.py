@@ -5,8 +5,9 @@ of a step, so that live buffers can be listed, printed and added up without runn
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -84,21 +85,24 @@ class MemoryPlan:
         default_factory=dict, repr=False, compare=False
     )
 
-    def workspace(self) -> Iterator[tuple[Phase, int, Held]]:
+    def workspace(self, layers: Collection[int] | None = None) -> Iterator[tuple[Phase, int, Held]]:
         """Each phase with its layer: what the workspace holds when the phase ends.
 
         It frees its memory before the loss, and in backward after the attention of every layer and
         at its end; if the policy parks, also before attention.
+
+        ``layers``: the only ones to look at, ascending, with the first of each kind among them.
         """
         policy, held = self.policy, {}
-        for layer in range(len(policy.layers)):
+        layers = range(len(policy.layers)) if layers is None else layers
+        for layer in layers:
             for phase in (Phase.ATTENTION_FORWARD, Phase.MLP_FORWARD):
                 yield phase, layer, self._take(phase, layer, held)
         held.clear()  # before the loss
         if policy.park:
             loss_tiles = self.sizes.loss_tiles()
             held[loss_tiles.memory] = loss_tiles
-        for layer in reversed(policy.with_backward):
+        for layer in reversed([layer for layer in layers if layer in policy.with_backward]):
             group = policy.layers[layer].group
             for member in group if layer == group[-1] else ():
                 if not policy.layers[member].keeps_output:
@@ -187,6 +191,28 @@ def _taken(sizes: LayerSizes, kind: _LayerPhase) -> tuple[Buffer, ...]:
     return tuple(taken)
 
 
+class _ChunkGradients(NamedTuple):
+    """What a chunk of a parked backward does to dK and dV on the host."""
+
+    kv_to_load: range
+    kv_finished: Container[int]
+    sums_shape: Sequence[int] | None
+    """Of fp32 sums that begin with these heads; None: no sums."""
+    home_shape: Sequence[int] | None
+    """Of what arrives complete for this rank's tokens, dK and as much dV."""
+
+    @classmethod
+    def of(cls, sizes: Sizes, number: int) -> "_ChunkGradients":
+        mine, loaded = sizes.mine[number], sizes.mine[number].kv_to_load
+        finished = sum(len(each.kv_finished) for each in sizes.schedule.chunks[number])
+        return cls(
+            loaded,
+            mine.kv_finished,
+            sizes.kv_sum_shape(len(loaded)) if sizes.sums_kv and loaded else None,
+            (sizes.n, sizes.b, finished, sizes.d) if finished else None,
+        )
+
+
 class _HostReplay:
     """Reserves from an arena without memory, in the order of ``layer.py``.
 
@@ -197,6 +223,10 @@ class _HostReplay:
         self.sizes, self.policy = plan.sizes, plan.policy
         self.arena = HostArena.for_tracing(plan.memory)
         self.residual = plan.sizes.residual, plan.sizes.attention.dtype
+        attention = plan.sizes.attention
+        layout = HeadChunkLayout(attention.schedule, attention.n, attention.b, attention.d)
+        self.head_chunks = [x for j in range(len(layout.counts)) for x in layout.even_blocks(j)]
+        self.gradients = [_ChunkGradients.of(attention, j) for j in range(len(attention.mine))]
         self.inputs: dict[int, HostSlot] = {}
         self.outputs: dict[int, list[HostSlot]] = {}
         self.lse: dict[int, list[list[HostSlot]]] = {}  # by chunk
@@ -238,19 +268,18 @@ class _HostReplay:
         # Then the layer before it in its group, or the first one of the group before.
         before = layer - 1 if layer > group[0] else self.policy.layers[layer - 1].group[0]
         self._fetch(layer, *([before] if layer else []))
-        lse, attention = self.lse.pop(layer, []), self.sizes.attention
+        lse, dtype = self.lse.pop(layer, []), self.sizes.attention.dtype
         if self.policy.park:
             d_output, home = self._head_chunks(), []
             sums: dict[range, HostSlot] = {}  # of dK and dV, by the heads that arrived together
-            for chunk, mine in zip(attention.schedule.chunks, attention.mine, strict=True):
+            for chunk in self.gradients:
                 _release(lse.pop(0) if lse else [])
-                if attention.sums_kv and (heads := mine.kv_to_load):
-                    shape = attention.kv_sum_shape(len(heads))
-                    sums[heads] = self.arena.reserve(shape, attention.sum_dtype)
-                if finished := sum(len(each.kv_finished) for each in chunk):
-                    shape = attention.n, attention.b, finished, attention.d
-                    home += [self.arena.reserve(shape, attention.dtype) for _ in ("dk", "dv")]
-                for heads in [heads for heads in sums if heads[-1] in mine.kv_finished]:
+                if chunk.sums_shape is not None:
+                    sum_dtype = self.sizes.attention.sum_dtype
+                    sums[chunk.kv_to_load] = self.arena.reserve(chunk.sums_shape, sum_dtype)
+                if chunk.home_shape is not None:
+                    home += [self.arena.reserve(chunk.home_shape, dtype) for _ in ("dk", "dv")]
+                for heads in [heads for heads in sums if heads[-1] in chunk.kv_finished]:
                     sums.pop(heads).release()
             _release(d_output + home)
         _release([slot for chunk in lse for slot in chunk])
@@ -286,10 +315,7 @@ class _HostReplay:
         return output
 
     def _head_chunks(self) -> list[HostSlot]:
-        sizes = self.sizes.attention
-        layout = HeadChunkLayout(sizes.schedule, sizes.n, sizes.b, sizes.d)
-        shapes = [shape for j in range(len(layout.counts)) for shape in layout.even_blocks(j)]
-        return [self.arena.reserve(shape, sizes.dtype) for shape in shapes]
+        return [self.arena.reserve(x, self.sizes.attention.dtype) for x in self.head_chunks]
 
 
 def _release(slots: list[HostSlot]) -> None:

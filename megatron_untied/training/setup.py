@@ -166,10 +166,11 @@ def plan_run(
     Raises:
         ValueError: on every rank: no automatic setting fits, or a stage does not.
     """
+    disks = config.memory.activation_disk
     if not config.stages:
-        plans = (choose(config, this_machine(groups)),) if is_automatic(config) else ()
+        plans = (choose(config, this_machine(groups, disks)),) if is_automatic(config) else ()
         return plans[0].config if plans else config, plans
-    plans = tuple(plan_stages(config, this_machine(groups)))
+    plans = tuple(plan_stages(config, this_machine(groups, disks)))
     for number, plan in enumerate(plans):
         try:
             fits, described = plan.fits, describe_stage(plan, number)

@@ -172,6 +172,15 @@ def test_disks_are_folders_with_commas_between():
     memory = tiny_config(**flags, activation_disk="/a,/b", activation_disk_gib=0.5).memory
     assert memory.activation_disk == ("/a", "/b")
     assert (memory.activation_disk_gib, memory.activation_disk_checksums) == (0.5, True)
+    limits = [
+        tiny_config(**flags, activation_disk="/a", activation_disk_gib=value).memory
+        for value in ("auto", "all", "0")
+    ]
+    assert [memory.activation_disk_gib for memory in limits] == ["auto", None, 0.0]
+    assert all(isinstance(memory.sequence_tile_size, int) for memory in limits)  # as without disks
+    assert tiny_config(**flags).memory.activation_disk_gib is None
+    opened = tiny_config(recompute_granularity="auto", activation_disk="/a").memory
+    assert opened.cpu_offloading_num_layers == "auto"
     for value, message in {
         "/a,": "argument --activation-disk: '/a,' has an empty folder; give DIR or DIR,DIR",
         "/a,/b,/a": "'/a,/b,/a' has a folder twice; give each disk once",

@@ -83,6 +83,17 @@ def test_paths_and_further_flags_reach_the_ranks(without_plan, tmp_path):
     assert (flags["seq_length"], flags["lr"], flags["seed"]) == (2**20, 3e-5, 7)
 
 
+@pytest.mark.parametrize("launcher", ["pretrain_8b_10m.sh", "finetune_8b_1m_one_gpu.sh"])
+def test_drives_are_used_where_a_variable_names_them(launcher, without_plan):
+    """What goes there is up to the planner."""
+    folders = {"ACTIVATION_DISK": "/nvme0,/nvme1", "DISK_GIB": "7000"}
+    done = run("bash", EXAMPLES / launcher, "--dry-run", **folders, **without_plan)
+    flags = torchrun_command(done.stdout).flags
+    memory = parse_arguments(flags, world_size=8 if "8b_10m" in launcher else 1).memory
+    assert memory.activation_disk == ("/nvme0", "/nvme1")
+    assert (memory.activation_disk_gib, memory.attention_output_layers) == ("auto", "auto")
+
+
 def test_nodes_meet_where_the_variables_say(without_plan):
     told = {"MASTER_ADDR": "node4", "MASTER_PORT": "23456", "NODE_RANK": "3", "NNODES": "4"}
     done = run(

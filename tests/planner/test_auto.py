@@ -104,6 +104,61 @@ def test_less_host_memory_means_that_attention_runs_twice_in_more_layers():
     assert not plans[1].with_settings("memory", attention_output_layers=kept[1] + 1).fits
 
 
+def test_disks_take_what_the_host_does_not_hold():
+    """8B at 5M tokens in 1 TiB: more outputs are kept the more a disk holds, and none is wasted."""
+    flags = f"{LONG} --cpu-offloading-num-layers 32 --seq-length 5242880 --park-during-attention"
+    flags += " --recompute-num-layers 4"
+    one, disks = run_config(flags), run_config(f"{flags} --activation-disk /a,/b")
+    without = choose(one, machine(host_memory_gib=1024))
+    some, much = (choose(disks, machine(host_memory_gib=1024, disk_gib=x)) for x in (400, 9000))
+    kept = [32 - x.config.memory.first_kept_output(32) for x in (without, some, much)]
+    assert kept[0] < kept[1] < kept[2] == 32
+    for plan in (some, much):
+        used = plan.config.memory.activation_disk_gib * 2**30
+        assert plan.fits
+        assert 0 < plan.activation_disk.rank_bytes <= used <= plan.machine.disk_bytes
+        assert not plan.with_settings("memory", activation_disk_gib=0.98 * used / 2**30).fits_host
+    line = describe(much)
+    assert f"--activation-disk-gib {much.config.memory.activation_disk_gib} |" in line
+    assert re.search(
+        r"GiB on disks \| saved activations on disk: .* writing needs .* TB a day", line
+    )
+
+
+def test_disks_are_not_used_where_they_are_not_needed_or_too_slow():
+    flags = f"{LONG} --cpu-offloading-num-layers 32 --park-during-attention --activation-disk /a"
+    roomy = choose(run_config(flags), machine(host_memory_gib=4096))
+    assert roomy.config.memory.activation_disk_gib == 0
+    assert "none, the host holds all of them" in describe(roomy)
+    slow, fast = (
+        choose(run_config(flags), machine(host_memory_gib=300, disk_gb_per_second=x))
+        for x in (0.01, 10)
+    )
+    assert slow.config.memory.activation_disk_gib == 0 < fast.config.memory.activation_disk_gib
+    assert slow.geometry.recomputed > fast.geometry.recomputed == 0
+    assert slow.time.seconds < replace(fast, machine=slow.machine).time.seconds
+
+
+def test_a_plan_is_refused_by_the_room_on_disks():
+    flags = f"{LONG} --cpu-offloading-num-layers 32 --seq-length 5242880 --activation-disk /a"
+    given = Plan(run_config(f"{flags} --activation-disk-gib 100"), machine(disk_gib=400))
+    settled = choose(given.config, replace(given.machine, disk_gib=1000))
+    assert settled.config.memory.activation_disk_gib == 100
+    assert not replace(settled, machine=given.machine).fits
+
+
+def test_smaller_tiles_and_chunks_of_the_loss_take_longer():
+    config = run_config(LONG + " --recompute-granularity full --cp-heads-per-chunk 8")
+    large = Plan(config, machine())
+    for name in ("sequence_tile_size", "loss_chunk_size"):
+        small = large.with_settings("memory", **{name: 512})
+        assert small.time.seconds > large.time.seconds
+    sums = large.time.by_category["sums of weight gradients"]
+    # 16 tiles of 32 layers of 218M weights, 12 bytes each, and 64 chunks of 525M, 8 bytes each.
+    expected = 16 * 32 * 218_112_000 * 12 + 64 * 128_256 * 4096 * 8
+    assert sums == pytest.approx(expected / 3.35e12, rel=1e-3)
+
+
 def test_short_sequences_need_no_recomputation():
     config = run_config(LONG + " --seq-length 16384")
     assert choose(config, machine()).config.memory.recompute_granularity is None

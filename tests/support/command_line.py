@@ -37,6 +37,8 @@ RUN_FLAGS = {
 def command_line(**changes: object) -> list[str]:
     """Argument list of the tiny run; ``seq_length=32`` sets a flag, ``mock_data=None`` drops it."""
     changed = {"--" + name.replace("_", "-"): value for name, value in changes.items()}
+    if changed.get("--activation-disk") and changed.get("--activation-disk-gib") is None:
+        changed["--activation-disk-gib"] = "all"  # any host holds a tiny run
     return words(MODEL_FLAGS | RUN_FLAGS | changed)
 
 

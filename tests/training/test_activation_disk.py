@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +14,7 @@ import pytest
 
 import pretrain_gpt
 from megatron_untied.phases import Phase
-from megatron_untied.planner.machine import this_machine
+from megatron_untied.planner.machine import HOST_RESERVE_GIB, this_machine
 from megatron_untied.planner.plan import Plan
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming.disk import ActivationDisk
@@ -53,6 +55,8 @@ KINDS = {
 }  # fmt: skip
 PART_GIB = 2.5e-5
 """Room for some of the layers."""
+SMALL_HOST_GIB = 165_000 / 2**30
+"""Per rank: all layers take 193 kB, and 144 with everything on disks that goes there."""
 
 
 def train_on_disks(group, metrics, seed, flags):
@@ -95,6 +99,30 @@ def test_losses_are_those_without_disks_bit_for_bit(tmp_path, kind):
         assert 0 < max(read for _, read in part_used) < min(read for _, read in all_used)
     assert max(kept for kept, _ in part_used) <= PART_GIB * 2**30
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
+
+
+def train_on_a_small_host(group, metrics, folder, host_gib):
+    def small(*args):
+        return replace(this_machine(*args), host_memory_gib=host_gib)
+
+    with (
+        mock.patch("megatron_untied.training.setup.this_machine", small),
+        contextlib.redirect_stdout(io.StringIO()) as said,
+    ):
+        flags = KINDS["parked"] | {"activation_disk": folder, "activation_disk_gib": "auto"}
+        used = train_on_disks(group, metrics, None, flags)
+    return used, said.getvalue()
+
+
+def test_a_run_takes_from_disks_what_the_host_does_not_hold(tmp_path):
+    plain, _ = curve(tmp_path, None, KINDS["parked"])
+    metrics = tmp_path / "auto.jsonl"
+    host_gib = 2 * (HOST_RESERVE_GIB + SMALL_HOST_GIB)
+    results = run_on_ranks(train_on_a_small_host, 2, metrics, tmp_path, host_gib)
+    assert plain == [(step["lm_loss"], step["grad_norm"]) for step in read_metrics(metrics)]
+    assert all(reserved > 0 and read > 0 for (reserved, read), _ in results)
+    assert "saved activations on disk:" in results[0][1]
+    assert "TB a day" in results[0][1]
 
 
 def planned_and_used(group, flags):

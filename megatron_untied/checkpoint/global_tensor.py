@@ -127,7 +127,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> dict[Par
     # The state dict is flat already, and its values are no tensors that torch could flatten.
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     writer = SequentialWriter(folder)
-    with _with_or_without_ranks(), _os_errors():
+    with _with_or_without_ranks(), _errors_of_ranks():
         dcp.save(dict(tensors), storage_writer=writer, planner=planner)
     return writer.checksums
 
@@ -138,20 +138,17 @@ class TensorReader(dcp.FileSystemReader):
     Each slice is compared with its checksum, if the checkpoint has checksums.
     """
 
-    _index: Metadata | None = None
-
     def __init__(self, folder: Path):
-        """Raises ``ChecksumError`` if the checksums themselves are damaged."""
+        """Raises ``ValueError`` if the index is damaged, or the checksums themselves."""
         super().__init__(folder)
         self._checksums = Checksums.read(Path(folder))
+        # Not DCP's own way, which unpickles whatever the file names.
+        self._index = read_index(Path(folder))
+        self._index.storage_meta = StorageMeta(load_id=self.load_id)
 
     @override
     def read_metadata(self, *args, **kwargs) -> Metadata:
         """The index, read once: it has an entry for every slice, and DCP asks in every call."""
-        if self._index is None:
-            # Not DCP's own, which unpickles whatever the file names.
-            self._index = read_index(Path(self.path))
-            self._index.storage_meta = StorageMeta(load_id=self.load_id)
         return self._index
 
     @override
@@ -229,14 +226,16 @@ def _with_or_without_ranks() -> Iterator[None]:
 
 
 @contextmanager
-def _os_errors() -> Iterator[None]:
-    """Raise an ``OSError`` of a rank as such, with the number of that rank."""
+def _errors_of_ranks() -> Iterator[None]:
+    """Raise an ``OSError`` or ``ValueError`` of a rank as such, the first with its number."""
     try:
         yield
     except CheckpointException as error:
         for rank, (failure, _) in sorted(error.failures.items()):
             if isinstance(failure, OSError):
                 raise OSError(f"{failure} (rank {rank})") from error
+            if isinstance(failure, ValueError):  # what is read to be written, such as a NaN
+                raise ValueError(str(failure)) from error
         raise
 
 

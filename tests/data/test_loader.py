@@ -108,10 +108,10 @@ class Work(Numbered):
 
 
 class Deadly(Numbered):
-    """Kills the worker that reads sample 10."""
+    """Kills the worker that reads sample 11."""
 
     def __getitem__(self, index):
-        if index == 10:
+        if index == 11:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 

@@ -123,6 +123,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 def rewritten(folder: Path, change) -> None:
     """Write the index anew, changed."""
     index = read_index(folder)
+    index.storage_meta = None  # it has a path, which is read as another class
     change(index)
     (folder / INDEX).write_bytes(pickle.dumps(index))
 

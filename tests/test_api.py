@@ -278,10 +278,11 @@ def test_streamed_layers_refuse_other_groups_and_odd_shards():
 
 def test_names_are_imported_when_they_are_used():
     code = """if True:
-        import sys, megatron_untied
+        import sys, torch, megatron_untied
         assert not {"megatron_untied.api", "megatron.core.models.gpt"} & set(sys.modules)
         assert all(getattr(megatron_untied, name) for name in megatron_untied.__all__)
         assert "megatron_untied.api" in sys.modules
+        assert "torch._dynamo" not in sys.modules or torch.cuda.is_available()
     """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
     with pytest.raises(AttributeError, match="'megatron_untied' has no attribute 'attention'"):

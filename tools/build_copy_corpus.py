@@ -12,9 +12,11 @@ Train with --tokenizer-type NullTokenizer and the same --vocab-size.
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from megatron_untied.checkpoint.directory import make_writable
 from megatron_untied.cli.flag_values import count, index, tokens
 from megatron_untied.data.indexed_writer import IndexedWriter
 
@@ -40,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{args.document_tokens}: --min-distance must be at most --max-distance, and that "
                 "below --document-tokens, or nothing repeats"
             )
+        make_writable(Path(args.output_prefix).parent, "--output-prefix")
         writer = IndexedWriter(
             args.output_prefix, np.uint16 if args.vocab_size < 1 << 16 else np.int32
         )

@@ -6,6 +6,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 Case = dict[str, Any]
 Pair = tuple[tuple[str, int], tuple[str, int]]
 
@@ -37,6 +39,15 @@ def all_pairs(
         missing.difference_update(pairs_of(best))
         cases.append(values_of(best, factors))
     return cases
+
+
+def mostly_slow(cases: Sequence[Case], every: int = 4) -> list:
+    """Parameters of a test: ordinary are some of the cases, and the others are marked slow."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(case, marks=[slow] if number % every else [])
+        for number, case in enumerate(cases)
+    ]
 
 
 def pairs_of(indices: Mapping[str, int]) -> list[Pair]:

@@ -6,7 +6,7 @@ from tools import build_copy_corpus
 
 
 def test_documents_are_spans_that_repeat(tmp_path, capsys):
-    prefix = str(tmp_path / "copy")
+    prefix = str(tmp_path / "new folder" / "copy")
     flags = ["--output-prefix", prefix, "--num-documents", "20", "--document-tokens", "64"]
     build_copy_corpus.main([*flags, "--vocab-size", "1000", "--min-distance", "4"])
     assert "20 documents, spans of up to 32 tokens" in capsys.readouterr().out

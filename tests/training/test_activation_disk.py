@@ -73,7 +73,7 @@ def curve(folder: Path, seed: int | None, flags: dict) -> tuple[list, list]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["selective", "parked", *(pytest.param(k, marks=pytest.mark.slow) for k in list(KINDS)[2:])],
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "parked")) for kind in KINDS],
 )
 def test_losses_are_those_without_disks_bit_for_bit(tmp_path, kind):
     folders = [tmp_path / "a", tmp_path / "b"]

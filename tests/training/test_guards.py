@@ -114,7 +114,10 @@ def stopped_step(group, kind: str, flags: dict, times: int = 1000, **loop) -> tu
 
 
 @pytest.mark.parametrize("kind", list(PLACES))
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("tp2")) for name in LAYOUTS],
+)
 def test_a_nan_is_found_before_the_update_and_its_rank_place_and_samples_named(layout, kind):
     world_size, flags = LAYOUTS[layout]
     answers = run_on_ranks(stopped_step, world_size, kind, flags)

@@ -1,12 +1,13 @@
 """Whatever a step keeps, recomputes, moves or shards: the same losses and gradient norms.
 
-A generated design has every pair of values of the memory features; the full product is slow.
+A generated design has every pair of values of the memory features. Some of its cases are ordinary
+tests, the others and the full product are slow.
 """
 
 import pytest
 
 from megatron_untied.training.metrics import read_metrics
-from tests.support.pairs import all_pairs, memory_flags, product, values_of
+from tests.support.pairs import all_pairs, memory_flags, mostly_slow, product, values_of
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_run import train
 
@@ -92,17 +93,13 @@ def test_the_design_holds_every_pair():
         assert held >= {(f, str(case[f]), g, str(case[g])) for f in case for g in case}
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
+@pytest.mark.parametrize("case", mostly_slow(CASES), ids=name)
 def test_every_pair_of_features_trains_alike(case, plain, tmp_path):
     # The order of sums differs; Adam turns that into whole steps where a gradient is nearly zero.
     assert_same(curve(tmp_path, case), plain, loss=1e-6, norm=1e-5)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*CASES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[2:6])],
-    ids=name,
-)
+@pytest.mark.parametrize("case", mostly_slow(CASES[:6]), ids=name)
 def test_bf16_trains_alike_within_its_rounding(case, plain_bf16, tmp_path):
     # Activations carry 8 bits, and tiles, chunks and ranks round at other places.
     assert_same(curve(tmp_path, case, bf16=True), plain_bf16, loss=1e-3, norm=2e-2)

@@ -26,7 +26,7 @@ from megatron_untied.training.state import build_train_state
 from megatron_untied.training.step import train_step
 from tests.support.command_line import tiny_config
 from tests.support.late_device import late_device
-from tests.support.pairs import all_pairs, memory_flags
+from tests.support.pairs import all_pairs, memory_flags, mostly_slow
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_run import batch_of, launch_of
 from tests.support.whole_model import gather_gradients
@@ -121,7 +121,7 @@ def name(case: dict) -> str:
     return "-".join(str(value) for value in case.values()).replace(" ", "")
 
 
-@pytest.mark.parametrize("case", all_pairs(FACTORS, is_valid), ids=name)
+@pytest.mark.parametrize("case", mostly_slow(all_pairs(FACTORS, is_valid)), ids=name)
 def test_nothing_is_used_before_it_is_there(case, plain):
     loss, gradients = run_on_ranks(late_step, num_ranks(case), flags_of(case))[0]
     assert loss == pytest.approx(plain[0], rel=1e-6)

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
 """Times in a row that workers are replaced before one of them has read anything."""
+LOST_BATCH = (ConnectionError, FileNotFoundError, EOFError)
+"""What reading a batch raises that was made, but lies in the memory of a worker that has ended."""
 FIELDS = ("tokens", "labels", "loss_mask", "positions", "number")
 
 
@@ -149,11 +151,12 @@ def _read(
             batch = next(batches)
         except StopIteration:
             return
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, *LOST_BATCH) as error:
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
             failures += 1
-            ended = f"a data worker of --num-workers ended ({in_one_line(error)}), most often for "
+            reason = in_one_line(error) or type(error).__name__
+            ended = f"a data worker of --num-workers ended ({reason}), most often for "
             if failures > MAX_FAILURES:
                 lack = "a lack of host memory; give fewer --num-workers"
                 raise ChildProcessError(f"{ended}{lack}") from None

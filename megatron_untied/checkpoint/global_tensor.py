@@ -127,7 +127,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, GlobalTensor]) -> dict[Par
     # The state dict is flat already, and its values are no tensors that torch could flatten.
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     writer = SequentialWriter(folder)
-    with _with_or_without_ranks(), _errors_of_ranks():
+    with _with_or_without_ranks(), _os_errors():
         dcp.save(dict(tensors), storage_writer=writer, planner=planner)
     return writer.checksums
 
@@ -226,16 +226,14 @@ def _with_or_without_ranks() -> Iterator[None]:
 
 
 @contextmanager
-def _errors_of_ranks() -> Iterator[None]:
-    """Raise an ``OSError`` or ``ValueError`` of a rank as such, the first with its number."""
+def _os_errors() -> Iterator[None]:
+    """Raise an ``OSError`` of a rank as such, with the number of that rank."""
     try:
         yield
     except CheckpointException as error:
         for rank, (failure, _) in sorted(error.failures.items()):
             if isinstance(failure, OSError):
                 raise OSError(f"{failure} (rank {rank})") from error
-            if isinstance(failure, ValueError):  # what is read to be written, such as a NaN
-                raise ValueError(str(failure)) from error
         raise
 
 

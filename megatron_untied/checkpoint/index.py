@@ -90,6 +90,7 @@ def _problems(index: Metadata) -> Iterator[str]:
         if stored.transform_descriptors:
             yield f"{key.fqn!r} is stored in a way that is not read here"
         places.append((name, start, start + length))
+    # Two entries of one place would give a tensor the values of another.
     places.sort()
     for (name, _, end), (following, start, _) in zip(places, places[1:], strict=False):
         if name == following and start < end:

@@ -161,6 +161,7 @@ def read_provenance(folder: Path) -> Provenance:
     """
     path = folder / RUN_CONFIG
     values = section(path, PROVENANCE)
+    # None in checkpoints of an import, which has seen no samples.
     samples = values.get("samples") and from_json(Samples, values["samples"], path)
     provenance = from_json(Provenance, values | {"samples": samples or None}, path)
     # It is part of names of folders, which must not lead elsewhere.

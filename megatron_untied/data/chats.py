@@ -86,6 +86,7 @@ def _saved_files(state: Path) -> list[Path]:
     names = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
     # A name may not lead out of the folder.
     are_names = all(isinstance(name, str) and Path(name).name == name for name in names)
+    # Without extra entries too: what cannot be read must not be left out in silence.
     files = [state.with_name(name) for name in names] if are_names else []
     if not files or len(files) < len(entries) or not all(map(_is_data, files)):
         raise ValueError(f"{state} lists no Arrow files of its folder; save the dataset again")

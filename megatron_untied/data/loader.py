@@ -161,6 +161,7 @@ def _read(
                 lack = "a lack of host memory; give fewer --num-workers"
                 raise ChildProcessError(f"{ended}{lack}") from None
             logger.warning("%sa lack of host memory; others go on in its place", ended)
+            # The others are replaced too: what they had read ahead is read again.
             batches = start(replace(sampler, taken=taken))
             continue
         if isinstance(batch, Exception):

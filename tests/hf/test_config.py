@@ -253,6 +253,7 @@ def test_rejects_generations_that_contradict_each_other():
         (LLAMA_31_8B, {"rope_scaling": 5}, "config.json: rope_scaling is 5, which is no object"),
         (LLAMA_31_8B, {"architectures": "Llama"}, "or architectures 'Llama' no list"),
         (LLAMA_31_8B, {"quantization_config": ["awq"]}, "(quantization_config: unknown method)"),
+        (LLAMA_31_8B, {"pad_token_id": "a"}, "config.json: pad_token_id is 'a', no token"),
         (QWEN_25_7B, {"layer_types": [[]] * 28}, "layer_types are [] with"),
         (MISTRAL_7B, {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
          "MixtralForCausalLM is a mixture of experts"),

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from megatron_untied.checkpoint import Progress, describe_loading
 from megatron_untied.config.run import RunConfig
-from megatron_untied.flops import attention_units
 from megatron_untied.planner.automatic import describe
 from megatron_untied.planner.disk import Disk
 from megatron_untied.planner.kernels import describe_kernel, is_planned
@@ -85,9 +84,7 @@ def pretrain(
                 saver.enter_stage(run.config, run.train_state)
             if train_batches is None:  # the workers of the stage before have ended with it
                 train_batches = batches_of_stage(run, progress, get_batch)
-            layers = run.config.model.num_layers
-            step_units = run.layer_passes * attention_units(run.config.memory, layers)
-            run.train_state.progress.begin(f"iteration {iteration}", step_units)
+            run.train_state.progress.begin(f"iteration {iteration}", run.step_units)
             try:
                 with profiler.step(iteration):
                     result, seconds = timed_step(run, train_batches, forward_step, guard, iteration)

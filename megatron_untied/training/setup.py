@@ -18,6 +18,7 @@ from megatron_untied.config.run import RunConfig
 from megatron_untied.context_parallel.kernels import AttentionKernel
 from megatron_untied.data.datasets import Datasets
 from megatron_untied.data.sample_order import describe_samples
+from megatron_untied.flops import attention_units
 from megatron_untied.model import attention_kernel
 from megatron_untied.phases import Phase
 from megatron_untied.planner.automatic import choose, is_automatic
@@ -73,6 +74,12 @@ class Run:
     heartbeat: Heartbeat
     layer_passes: int
     """Passes of a micro-batch through a layer in one step, forward only; on one rank."""
+
+    @property
+    def step_units(self) -> float:
+        """What a step computes in attention, in forward passes of a layer; for the time left."""
+        memory, num_layers = self.config.memory, self.config.model.num_layers
+        return self.layer_passes * attention_units(memory, num_layers)
 
 
 def set_up(

@@ -1,7 +1,10 @@
-"""Every command of the guides to 1M tokens, chats and evaluation, in order, with a tiny model."""
+"""Every command of the guides and every recipe, in order, with a tiny model."""
 
 import json
 import re
+import shutil
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,3 +72,56 @@ def test_every_command_of_the_guide_to_evaluation(tmp_path):
     report = json.loads((tmp_path / "copy/context/context.json").read_text())
     assert {"documents", "passkey", "needles", "copy"} < set(report)
     assert re.search(r"loader +[\d,]+ tokens/s", said[3])
+
+
+CONVERT = (
+    "python tools/convert_checkpoint.py hf-to-megatron --hf-path Llama-3.1-8B --save checkpoints/it"
+)
+JOIN = (
+    "python tools/preprocess_data.py --input repositories/* --join-folders --output-prefix code "
+    "--tokenizer-type HuggingFaceTokenizer --tokenizer-model checkpoints/it/tokenizer --append-eod"
+)
+
+
+@pytest.mark.slow  # the guide to 1M tokens rehearses another one
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("recipe", "paths", "said"),
+    [
+        ("extend_qwen3_8b_512k", "", "planned for a model of its shape"),
+        ("sft_chats_128k", "checkpoints/it own board checkpoints/it/tokenizer chats.jsonl",
+         r"sft: 300 chats \| \d+ longer than 512 tokens dropped"),
+        ("code_repositories_256k",
+         "checkpoints/it own board checkpoints/it/tokenizer code_text_document", "long documents"),
+    ],
+)  # fmt: skip
+def test_every_recipe_is_rehearsed(recipe, paths, said, tmp_path):
+    folder = tmp_path / "rehearsal"
+    run(f"python tools/tiny_llama.py --folder {folder}")
+    if paths:
+        run(CONVERT, folder)
+        for package in ("json", "email", "http"):
+            source = Path(sysconfig.get_path("stdlib"), package)
+            shutil.copytree(source, folder / "repositories" / package)
+        run(JOIN, folder)
+    found = run(f"bash examples/recipes/{recipe}.sh {paths} --rehearse", folder)
+    assert re.search(said, found)
+    assert "rehearsal: done, nothing failed" in found
+    own = folder / ("own" if paths else f"runs/{recipe}/checkpoints")
+    assert latest_iteration(own.with_name(f"{own.name}-rehearsal")) == 4
+
+
+RECIPES = sorted(ROOT.glob("examples/recipes/*_*.sh"))
+
+
+@pytest.mark.slow  # the planner takes seconds for each
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_the_numbers_of_a_recipe_are_those_of_its_plan(recipe):
+    page = (ROOT / "examples/recipes/README.md").read_text()
+    (row,) = re.findall(rf"^\| `{recipe.name}` \| .* \| (.*) \| (.*) \| (.*) \|$", page, re.M)
+    plan = " ".join(run(f"bash examples/recipes/{recipe.name} --dry-run").split())
+    step = re.search(r"this run fits: .* a step takes about ([\d.,]+) s", plan)[1]
+    peak, host = re.search(
+        r"fits: GPU ([\d.]+) of [\d.]+ GiB .*?; host ([\d.,]+) of", plan
+    ).groups()
+    assert row == (peak, *(f"{float(x.replace(',', '')):.0f}" for x in (host, step)))

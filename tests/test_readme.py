@@ -52,6 +52,7 @@ SMALL_MODEL = " ".join(
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
+    "examples/recipes/README.md",
     *(f"docs/{p.name}" for p in sorted(ROOT.glob("docs/*.md"))),
 )
 WITH_COMMANDS = tuple(
@@ -175,7 +176,7 @@ def runs_elsewhere(command: str) -> None:
 
 
 OF_OTHER_PROGRAMS = {
-    *("--slow", "--help"),  # pytest's here, and every program's
+    *("--slow", "--fault-seed", "--help"),  # pytest's here, and every program's
     *("--dry-run", "--rehearse"),  # launchers'
     *("--build-arg", "--ipc=host", "--ulimit", "--time"),  # docker's
     *("--shutdown-timeout", "--numa-binding"),  # torchrun's
@@ -281,7 +282,14 @@ def test_files_that_are_named_exist(document):
     named = re.findall(
         r"`([\w./]+(?:\.(?:py|sh|sbatch|yaml|txt|md)|/))`|\]\(((?!https:)[^)]+)\)", text
     )
-    folders = ("", "docs", "examples", "megatron_untied", "megatron_untied/context_parallel")
+    folders = (
+        "",
+        "docs",
+        "examples",
+        "examples/recipes",
+        "megatron_untied",
+        "megatron_untied/context_parallel",
+    )
     places = [ROOT / folder for folder in folders]
     for path in {code or link for code, link in named} - MADE_BY_A_RUN:
         file = path.partition("#")[0]

@@ -115,6 +115,7 @@ def files_page() -> str:
         ("Benchmarks", "benchmarks"),
         ("Report on a GPU", "benchmarks/gpu"),
         ("Examples", "examples"),
+        ("Recipes", "examples/recipes"),
     ):
         lines += [f"## {title}", "", *_table(folder, ROOT / folder)]
     return "\n".join(lines)

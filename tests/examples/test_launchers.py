@@ -17,7 +17,7 @@ from tests.examples.launching import (
     torchrun_command,
 )
 
-SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch"), *ROOT.glob("tests/*.sh")])
+SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *EXAMPLES.glob("*.sbatch"), *ROOT.glob("tests/*.sh")])
 
 
 def option(options: list[str], name: str) -> str:

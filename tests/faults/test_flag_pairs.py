@@ -203,7 +203,7 @@ def runs(tmp_path_factory):
 
 
 def test_a_sample_of_pairs_trains_or_is_refused(runs, fault_seed):
-    for flags in random.Random(fault_seed).sample(pairs(), 30):
+    for flags in random.Random(fault_seed).sample(pairs(), 16):
         runs.check(flags)
     assert min(runs.counts["trained"], runs.counts["refused"]) > 0
 

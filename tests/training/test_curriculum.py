@@ -182,3 +182,40 @@ def test_host_memory_is_that_of_the_stage(curriculum):
         alone = flags | {"seq_length": length, "train_iters": 2, "global_batch_size": 256 // length}
         expected, _ = run_on_ranks(heads_and_buffers, 2, **alone)
         assert size == expected[-1][1] > 0
+
+
+@pytest.mark.slow
+def test_saved_activations_are_on_the_disk_in_every_stage(tmp_path, curriculum, whole):
+    """The same bits as on the host, also in a run that resumes at a border."""
+    expected, on_disk = read_metrics(whole[0] / "m"), STREAMED | {"activation_disk": tmp_path}
+    assert numbers(run(2, tmp_path / "m", **on_disk, **in_stages(curriculum))) == numbers(expected)
+    flags = in_stages(curriculum, load=whole[0] / "c", ckpt_step=3)
+    resumed = run(2, tmp_path / "n", **on_disk, **flags)
+    assert numbers(resumed) == numbers([x for x in expected if x["iteration"] > 3])
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_through_the_stages(tmp_path, curriculum, whole):
+    lora = {"lora_rank": 3, "pretrained_checkpoint": whole[0] / "c"}
+    flags = in_stages(curriculum, **lora)
+    found = run(2, tmp_path / "m", save=tmp_path / "c", save_interval=1, **STREAMED, **flags)
+    one = STREAMED | {"context_parallel_size": None, "use_distributed_optimizer": None}
+    for ours, theirs in zip(found, run(1, tmp_path / "one", **one, **flags), strict=True):
+        for name in {"lm_loss", "grad_norm", "validation_loss"} & ours.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-5), (name, ours)
+    for stop in (3, 5):
+        flags = in_stages(curriculum, load=tmp_path / "c", ckpt_step=stop, **lora)
+        resumed = run(2, tmp_path / str(stop), **STREAMED, **flags)
+        assert numbers(resumed) == numbers([x for x in found if x["iteration"] > stop])
+
+
+@pytest.mark.slow
+def test_what_is_automatic_is_chosen_for_all_stages(tmp_path, curriculum, whole):
+    left = {"cp_heads_per_chunk": "auto", "recompute_granularity": "auto"}
+    given = {
+        name: STREAMED[name] for name in ("context_parallel_size", "use_distributed_optimizer")
+    }
+    found = run(2, tmp_path / "m", **given, **left, **in_stages(curriculum))
+    for ours, theirs in zip(found, read_metrics(whole[0] / "m"), strict=True):
+        for name in {"lm_loss", "grad_norm", "validation_loss"} & ours.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-5), (name, ours)

@@ -111,6 +111,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="the text of a special token, such as <|endoftext|>, becomes the token; without this "
         "flag it is text as any other",
     )
+    parser.add_argument(
+        "--long-texts-in-one-call",
+        action="store_true",
+        help="texts over 16 Mi characters that the tokenizer cannot encode exactly in parts are "
+        "encoded whole, which takes much memory; without this flag they are bad lines",
+    )
     BadLines.add_flag(parser)
     parser.add_argument(
         "--resume", action="store_true", help="go on where a run with the same flags ended early"
@@ -159,7 +165,8 @@ def preprocess(args: argparse.Namespace) -> None:
     bad_lines = BadLines(
         args.on_bad_line, Path(f"{args.output_prefix}.bad_lines.txt"), resume=args.resume
     )
-    writers = write(args, Encoder(tokenizer, **flags), provenance, files, bad_lines)
+    encoder = Encoder(tokenizer, long_in_one_call=args.long_texts_in_one_call, **flags)
+    writers = write(args, encoder, provenance, files, bad_lines)
     for writer in writers:
         print(
             f"{writer.prefix}: {writer.num_documents:,} documents ({writer.num_empty:,} empty ones "

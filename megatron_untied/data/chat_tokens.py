@@ -15,7 +15,9 @@ A token is trained on if it has any character of such a span.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -190,42 +192,122 @@ def generated_spans(
 ) -> list[Span]:
     """The characters of ``text`` that the assistant generates in ``turns``, in their order.
 
-    ``text`` is ``render(messages, False)``. Costs two renderings of the messages up to a turn for
-    each, and a third of all messages.
+    ``text`` is ``render(messages, False)``. Time is linear in the messages, but for a template that
+    looks further back than :meth:`_MarkedChat.windows`: there it is quadratic.
 
     Raises:
         ValueError: a turn is not where the template itself would continue.
     """
-    base = next((x for x in _MARKERS if not re.search(_range(x, len(messages)), text)), None)
-    if base is None:
-        raise _not_found(text, "it has characters for private use in both of Unicode's planes")
-    markers = [chr(base + i) for i in range(len(messages))]
-    marked = [_with_marker(*pair) for pair in zip(messages, markers, strict=True)]
-    full = render(marked, False)
-    pieces = re.split(f"({_range(base, len(messages))})", full)
-    if "".join(pieces[::2]) != text or len(set(pieces[1::2])) != len(pieces) // 2:
-        raise _not_found(text, "what it writes depends on the content of messages")
-    ends, length = {}, 0  # of messages in the text, by marker
-    for piece, marker in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
-        length += len(piece)
-        ends[marker] = length
-
-    def after(marker: str, rendered: str) -> int:
-        """The end in ``text`` of what the template writes behind a message, as in ``rendered``."""
-        _, found, follows = rendered.partition(marker)
-        if not found or marker not in ends or not text.startswith(follows, ends[marker]):
-            raise _not_found(text, "an earlier turn reads otherwise when a later one follows")
-        return ends[marker] + len(follows)
-
+    chat = _MarkedChat.of(messages, text, render)
+    if 0 in turns:
+        raise _not_found(text, "no message comes before the assistant's first turn")
+    found = chat.places_in_windows(turns) or [
+        chat.places(turn, chat.marked[: turn + 1]) for turn in turns
+    ]
     spans = []
-    for turn in turns:
-        if turn == 0:
-            raise _not_found(text, "no message comes before the assistant's first turn")
-        start = after(markers[turn - 1], render(marked[:turn], True))
-        end_of_turn = after(markers[turn], render(marked[: turn + 1], False))
-        stop = special_token.search(text, ends[markers[turn]], end_of_turn)
-        spans.append((start, stop.end() if stop else end_of_turn))
+    for turn, (start, end) in zip(turns, found, strict=True):
+        stop = special_token.search(text, chat.ends[chat.markers[turn]], end)
+        spans.append((start, stop.end() if stop else end))
     return spans
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _MarkedChat:
+    """A chat with another character for private use at the end of each message."""
+
+    messages: Messages
+    text: str
+    """As the template writes ``messages``."""
+    render: Render
+    markers: list[str]
+    marked: Messages
+    """``messages`` with ``markers``."""
+    ends: dict[str, int]
+    """Where messages end in ``text``, by marker; templates may leave some out."""
+
+    @classmethod
+    def of(cls, messages: Messages, text: str, render: Render) -> "_MarkedChat":
+        """Mark all messages, render them once, and look for the markers."""
+        base = next((x for x in _MARKERS if not re.search(_range(x, len(messages)), text)), None)
+        if base is None:
+            raise _not_found(text, "it has characters for private use in both of Unicode's planes")
+        markers = [chr(base + i) for i in range(len(messages))]
+        marked = [_with_marker(*pair) for pair in zip(messages, markers, strict=True)]
+        pieces = re.split(f"({_range(base, len(messages))})", render(marked, False))
+        if "".join(pieces[::2]) != text or len(set(pieces[1::2])) != len(pieces) // 2:
+            raise _not_found(text, "what it writes depends on the content of messages")
+        ends, length = {}, 0
+        for piece, marker in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+            length += len(piece)
+            ends[marker] = length
+        return cls(
+            messages=messages, text=text, render=render, markers=markers, marked=marked, ends=ends
+        )
+
+    def places(self, turn: int, shown: Messages) -> tuple[int, int]:
+        """Where ``turn`` starts in the text, and the end of what the template writes with it.
+
+        ``shown`` are the messages up to and with the turn, or some of them.
+        """
+        found = []
+        for last, before, prompt in ((turn - 1, shown[:-1], True), (turn, shown, False)):
+            _, is_there, follows = self.render(before, prompt).partition(self.markers[last])
+            end = self.ends.get(self.markers[last])
+            if not is_there or end is None or not self.text.startswith(follows, end):
+                raise _not_found(
+                    self.text, "an earlier turn reads otherwise when a later one follows"
+                )
+            found.append(end + len(follows))
+        return found[0], found[1]
+
+    def places_in_windows(self, turns: Sequence[int]) -> list[tuple[int, int]] | None:
+        """:meth:`places` of all turns by :meth:`windows`; None for a template that looks further.
+
+        All messages before a turn are rendered too, to compare, where their number has doubled and
+        where the roles in a window are new: a few times as many as there are.
+        """
+        windows, known, checked, found = dict(self.windows()), set(), 0, []
+        for turn in turns:
+            window = windows[turn]
+            try:
+                found.append(self.places(turn, window))
+            except ValueError:  # it refuses a part of a chat, and perhaps not the chat
+                return None
+            roles = tuple(role for role, _ in groupby(x["role"] for x in window))
+            if roles not in known or turn >= 2 * checked or turn == turns[-1]:
+                known.add(roles)
+                checked = turn
+                if found[-1] != self.places(turn, self.marked[: turn + 1]):
+                    return None
+        return found
+
+    def windows(self) -> Iterator[tuple[int, Messages]]:
+        """Each turn of the assistant, behind messages that decide what templates write around it.
+
+        These are the system's at the beginning, the user's before the turn, and what comes between,
+        of earlier turns the last one alone. What many windows show has no content but its marker:
+        all windows together are linear in the messages.
+        """
+        system, last_user, user, recent = [], [], [], []
+        for index, message in enumerate(self.marked):
+            role = message["role"]
+            if role == "assistant":
+                yield index, [*system, *user, *recent, message]
+                user, recent = last_user, [message]
+            elif role == "user":
+                last_user = [_without_content(self.messages[index], self.markers[index])]
+                if not recent or recent[-1]["role"] != "user":
+                    user, recent = [], []
+                recent.append(message)
+            elif index == len(system) and role in ("system", "developer"):
+                system.append(_without_content(self.messages[index], self.markers[index]))
+            else:
+                recent.append(message)
+
+
+def _without_content(message: dict[str, Any], marker: str) -> dict[str, Any]:
+    content = [] if isinstance(message["content"], list) else ""
+    return _with_marker({**message, "content": content}, marker)
 
 
 def _range(base: int, count: int) -> str:

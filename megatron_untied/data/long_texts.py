@@ -19,6 +19,9 @@ from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Encoding, Tokenizer
 
 PART_CHARACTERS = 1 << 20
+WHOLE_CHARACTERS = 16 * PART_CHARACTERS
+"""A longer text is not encoded in one call unless asked for: it shows no progress and takes many
+times its size in memory, with some tokenizers also time that grows faster than the text."""
 _MARGIN_CHARACTERS = 1 << 12
 _SPACE = "\u2581"  # SentencePiece's
 
@@ -28,65 +31,84 @@ EncodeParts = Callable[[str], Parts]
 
 
 def parts_encoder(
-    tokenizer: MegatronTokenizerBase, *, parse_special_tokens: bool
-) -> EncodeParts | None:
-    """A function that encodes a text in parts; None if cuts may change ids."""
+    tokenizer: MegatronTokenizerBase, *, parse_special_tokens: bool, most: float = WHOLE_CHARACTERS
+) -> EncodeParts | str:
+    """A function that encodes a text in parts, or the reason why cuts may change ids.
+
+    The function raises ``ValueError`` where it would have to encode over ``most`` characters in one
+    call, as there is no place to cut.
+    """
     if tokenizer.library == "null":
-        return lambda text: _at_spaces(text, tokenizer.tokenize, r" ")
+        return lambda text: _at_spaces(text, tokenizer.tokenize, r" ", most)
     library = tokenizer._tokenizer.tokenizer
     if tokenizer.library == "sentencepiece":
-        return _sentencepiece_parts(library)
+        return _sentencepiece_parts(library, most)
     if not library.is_fast:
-        return None
+        return "a slow tokenizer does not say which characters a token is made of"
     backend = Tokenizer.from_str(library.backend_tokenizer.to_str())
-    if not _cuts_between_words(json.loads(backend.to_str())):
-        return None
+    if problem := _reaches_beyond_words(json.loads(backend.to_str())):
+        return problem
     backend.post_processor = None  # it may trim offsets, which cuts are computed from
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = not parse_special_tokens
-    return lambda text: _at_words(text, backend)
+    return lambda text: _at_words(text, backend, most)
 
 
-def _at_spaces(text: str, encode: Callable[[str], list[int]], space: str) -> Parts:
+def require_at_most(most: float, num_characters: int, reason: str) -> None:
+    """Raise ``ValueError`` if a text is too long to be encoded in one call, for ``reason``."""
+    if num_characters > most:
+        raise ValueError(
+            f"{num_characters:,} characters in one call, since parts of them may give other ids: "
+            f"{reason}; use a tokenizer of another kind, cut the text into documents, or give "
+            "--long-texts-in-one-call, which shows no progress meanwhile and takes much memory"
+        )
+
+
+def _at_spaces(text: str, encode: Callable[[str], list[int]], space: str, most: float) -> Parts:
     """Parts end before a match of ``space``, which is dropped: each part implies it."""
     cut = re.compile(space)
     start = 0
     while match := cut.search(text, start + PART_CHARACTERS):
         yield match.end(), encode(text[start : match.start()])
         start = match.end()
+    require_at_most(most, len(text) - start, f"no space follows character {start:,}")
     yield len(text), encode(text[start:])
 
 
-def _sentencepiece_parts(processor: SentencePieceProcessor) -> EncodeParts | None:
+def _sentencepiece_parts(processor: SentencePieceProcessor, most: float) -> EncodeParts | str:
     model = sentencepiece_model_pb2.ModelProto.FromString(processor.serialized_model_proto())
     normalizer, trainer = model.normalizer_spec, model.trainer_spec
+    if trainer.model_type != sentencepiece_model_pb2.TrainerSpec.BPE:
+        return "its pieces are not chosen by BPE, so each depends on all of the text"
+    if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
+        return "it normalizes the text as a whole"
     inner_space = re.compile(f"[^ {_SPACE}][ {_SPACE}]")
     if (
-        trainer.model_type != sentencepiece_model_pb2.TrainerSpec.BPE
-        or trainer.treat_whitespace_as_suffix
-        or normalizer.precompiled_charsmap
-        or normalizer.remove_extra_whitespaces
+        trainer.treat_whitespace_as_suffix
         or not normalizer.escape_whitespaces
         or any(inner_space.search(piece.piece) for piece in model.pieces)
     ):
-        return None
+        return "its pieces may have a space inside"
     # With a dummy prefix SentencePiece adds the space before each part by itself.
     cut = f"(?<=[^ {_SPACE}]) " if normalizer.add_dummy_prefix else f"(?<=[^ {_SPACE}])(?= )"
-    return lambda text: _at_spaces(text, processor.encode_as_ids, cut)
+    return lambda text: _at_spaces(text, processor.encode_as_ids, cut, most)
 
 
-def _at_words(text: str, backend: Tokenizer) -> Parts:
-    start = 0
-    while len(text) - start > PART_CHARACTERS:
-        part = text[start : start + PART_CHARACTERS]
+def _at_words(text: str, backend: Tokenizer, most: float) -> Parts:
+    start, size = 0, PART_CHARACTERS
+    while len(text) - start > size:
+        part = text[start : start + size]
         # The tokens after the cut are encoded twice: a few thousand characters of each Mi.
         encoding = backend.encode(part, add_special_tokens=False)
         num_tokens, num_characters = _last_cut(part, encoding)
-        if not num_tokens:
-            break  # no word ends in a whole part: encode the rest in one call
-        start += num_characters
-        yield start, encoding.ids[:num_tokens]
+        if num_tokens:
+            start, size = start + num_characters, PART_CHARACTERS
+            yield start, encoding.ids[:num_tokens]
+        else:
+            size *= 2  # so a word of any length is encoded a few times
+            reason = f"no word ends in the {len(part):,} behind character {start:,}"
+            require_at_most(most, min(size, len(text) - start), reason)
     yield len(text), backend.encode(text[start:], add_special_tokens=False).ids
 
 
@@ -110,17 +132,20 @@ def _last_cut(part: str, encoding: Encoding) -> tuple[int, int]:
     return 0, 0
 
 
-def _cuts_between_words(spec: dict) -> bool:
-    """Whether a tokenizer, given as its ``tokenizer.json``, encodes words independently."""
+def _reaches_beyond_words(spec: dict) -> str | None:
+    """Why a tokenizer, given as its ``tokenizer.json``, may not encode words independently."""
     # Normalizers that change single characters, or combine neighbours inside a word.
     normalizers = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase"}
-    return (
-        spec["model"].get("type") == "BPE"
-        and not spec["model"].get("dropout")
-        and (spec["normalizer"] or {"type": "NFC"})["type"] in normalizers
-        and not any(token["single_word"] for token in spec["added_tokens"])
-        and _looks_left_to_right(spec["pre_tokenizer"] or {"type": "None"})
-    )
+    model, normalizer = spec["model"], (spec["normalizer"] or {"type": "NFC"})["type"]
+    if model.get("type") != "BPE" or model.get("dropout"):
+        return f"its model, {model.get('type')}, is no BPE without dropout"
+    if normalizer not in normalizers:
+        return f"its normalizer, {normalizer}, may change a text across words"
+    if any(token["single_word"] for token in spec["added_tokens"]):
+        return "it has added tokens that depend on the characters around them"
+    if not _looks_left_to_right(spec["pre_tokenizer"] or {"type": "None"}):
+        return "its pre-tokenizer may cut words by what is far from them"
+    return None
 
 
 def _looks_left_to_right(pre_tokenizer: dict) -> bool:

@@ -1,6 +1,7 @@
 """Encodes documents as token ids in several processes, in the order of the documents."""
 
 import logging
+import math
 import multiprocessing
 import signal
 from collections import deque
@@ -14,13 +15,12 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType
 from megatron.core.tokenizers import MegatronTokenizerBase
 
+from megatron_untied.data import long_texts
 from megatron_untied.data.documents import Document, Place
-from megatron_untied.data.long_texts import PART_CHARACTERS, EncodeParts, parts_encoder
 
 logger = logging.getLogger(__name__)
 
 _BATCH_CHARACTERS = 1 << 18
-_CHARACTERS_TO_WAIT_FOR = 16 * PART_CHARACTERS
 
 Advance = Callable[[int], None]
 """Called with the bytes of the input that were tokenized since the last call."""
@@ -53,7 +53,8 @@ class Encoder:
 
     ``bos`` is prepended and, with ``append_eod``, the end of document appended to every document
     with text. A text that contains the end of document is a problem, unless
-    ``parse_special_tokens``.
+    ``parse_special_tokens``. So is one that is long and cannot be encoded in parts, unless
+    ``long_in_one_call``.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Encoder:
         append_eod: bool,
         bos: int | None = None,
         parse_special_tokens: bool = False,
+        long_in_one_call: bool = False,
     ):
         self.dtype: type[np.integer] = DType.optimal_dtype(tokenizer.vocab_size)
         self._tokenizer = tokenizer
@@ -70,8 +72,9 @@ class Encoder:
         self._before = [] if bos is None else [bos]
         self._after = [tokenizer.eod] if append_eod else []
         self._parse_special_tokens = parse_special_tokens
-        self._parts: EncodeParts | None = parts_encoder(
-            tokenizer, parse_special_tokens=parse_special_tokens
+        self._most = math.inf if long_in_one_call else long_texts.WHOLE_CHARACTERS
+        self._parts = long_texts.parts_encoder(
+            tokenizer, parse_special_tokens=parse_special_tokens, most=self._most
         )
 
     def __call__(
@@ -83,11 +86,7 @@ class Encoder:
         try:
             for key, text in document.texts.items():
                 ids[key] = []
-                if self._parts and len(text) > PART_CHARACTERS:
-                    parts = self._parts(text)
-                else:
-                    parts = [(len(text), self._tokenizer.tokenize(text))] if text else []
-                for num_encoded, part in parts:
+                for num_encoded, part in self._encode(text):
                     ids[key].append(self._checked(part))
                     if num_encoded < len(text):
                         # An estimate, by characters: the document may have several texts.
@@ -110,13 +109,23 @@ class Encoder:
             replaced=document.replaced,
         )
 
+    def _encode(self, text: str) -> long_texts.Parts:
+        if len(text) > long_texts.PART_CHARACTERS:
+            if not isinstance(self._parts, str):
+                yield from self._parts(text)
+                return
+            long_texts.require_at_most(self._most, len(text), self._parts)
+        if text:
+            yield len(text), self._tokenizer.tokenize(text)
+
     def waits_for(self, document: Document) -> bool:
         """Whether the document is so long that encoding it in one call needs a warning.
 
         Tokenizers take a whole text and report nothing until they return.
         """
         longest = max(map(len, document.texts.values()), default=0)
-        return not self._parts and longest > _CHARACTERS_TO_WAIT_FOR
+        in_one_call = isinstance(self._parts, str) and self._most == math.inf
+        return in_one_call and longest > long_texts.WHOLE_CHARACTERS
 
     def _checked(self, part: list[int]) -> np.ndarray:
         ids = np.array(part, dtype=np.int64)  # a narrower dtype would wrap invalid ids

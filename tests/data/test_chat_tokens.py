@@ -5,11 +5,20 @@ import re
 
 import pytest
 
+from megatron_untied.data import chat_tokens
 from megatron_untied.data.chat_tokens import ChatEncoder
 from megatron_untied.data.chats import parse_chat
 from megatron_untied.data.documents import Document, Place
 from megatron_untied.data.tokenizers import build_tokenizer
-from tests.support.chats import CHATS, EOS, TEMPLATES, WITH_GENERATION, said, write_tokenizer
+from tests.support.chats import (
+    CHATS,
+    EOS,
+    TEMPLATES,
+    TOOL,
+    WITH_GENERATION,
+    said,
+    write_tokenizer,
+)
 
 NO_THOUGHT = "<think>\n\n</think>\n\n"
 CALL = '{"name": "weather", "arguments": {"city": "Zürich", "days": 2}'
@@ -140,6 +149,72 @@ def test_arguments_in_a_string_of_json_are_the_object(tokenizer_of):
     other = {**call, "tool_calls": [{**called, "function": in_string}]}
     record = {**CHATS["tools"], "messages": [user, other, *rest]}
     assert encoded(tokenizer, record) == encoded(tokenizer, CHATS["tools"])
+
+
+def long_chat(num_turns, tools):
+    """Turns of several lengths, some with trailing space; with tools, most of them are calls."""
+    call, result = CHATS["tools"]["messages"][1:3]
+    messages = [said("system", "Be brief."), said("user", "a question " * 30)]
+    for turn in range(num_turns):
+        if tools and turn % 5 < 4:
+            messages += [call, {**result, "content": "x" * turn}]
+        else:
+            messages += [said("assistant", f"answer {turn}\n"), said("user", "more? " * turn)]
+    return {"messages": [*messages, said("assistant", "Done.")]} | (
+        {"tools": [TOOL]} if tools else {}
+    )
+
+
+@pytest.fixture
+def rendered(monkeypatch):
+    """Messages of each rendering."""
+    counts, render = [], chat_tokens.render_jinja_template
+
+    def counting(chats, *arguments, **keywords):
+        counts.append(len(chats[0]))
+        return render(chats, *arguments, **keywords)
+
+    monkeypatch.setattr(chat_tokens, "render_jinja_template", counting)
+    return counts
+
+
+@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize("model", TEMPLATES)
+def test_a_long_chat_is_rendered_a_few_times(tokenizer_of, rendered, monkeypatch, model, tools):
+    """With the same spans as by the definition, which renders all messages before every turn."""
+    chat, tokenizer = long_chat(40, tools), tokenizer_of(TEMPLATES[model], EOS[model])
+    found = encoded(tokenizer, chat)
+    assert found[0]
+    assert sum(rendered) < 20 * len(chat["messages"])
+    rendered.clear()
+    monkeypatch.setattr(chat_tokens._MarkedChat, "places_in_windows", lambda self, turns: None)
+    assert encoded(tokenizer, chat) == found
+    assert sum(rendered) > 40 * len(chat["messages"])
+
+
+def test_rendering_is_linear_in_the_messages(tokenizer_of, rendered):
+    tokenizer, shares = tokenizer_of(TEMPLATES["qwen_3"], EOS["qwen_3"]), []
+    for num_turns in (20, 100):
+        chat = long_chat(num_turns, tools=True)
+        rendered.clear()
+        assert encoded(tokenizer, chat)[0]
+        shares.append(sum(rendered) / len(chat["messages"]))
+    assert shares[1] < 1.1 * shares[0], shares
+
+
+def test_a_template_that_looks_far_back_is_given_all_messages(tokenizer_of, rendered):
+    """It writes a point behind each answer for every question so far."""
+    template = (
+        "{% set ns = namespace(points='') %}{% for x in messages %}[{{ x.role }}]{{ x.content }}"
+        "{% if x.role == 'user' %}{% set ns.points = ns.points + '.' %}{% endif %}"
+        "{% if x.role == 'assistant' %}{{ ns.points }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    chat = long_chat(8, tools=False)
+    ids, trained, _ = encoded(tokenizer_of(template), chat)
+    answers = [f"answer {turn}\n{'.' * (turn + 1)}" for turn in range(8)]
+    assert trained_texts(tokenizer_of(template), ids, trained) == [*answers, "Done" + "." * 10]
+    assert sum(rendered) > 8 * len(chat["messages"])
 
 
 def test_a_template_that_continues_otherwise_than_it_asks_is_refused_with_its_text(tokenizer_of):

@@ -131,6 +131,20 @@ def test_a_text_without_a_boundary_is_one_part(monkeypatch, tmp_path):
     require_same_ids(monkeypatch, tokenizer, ["a" * 5000, " " * 5000, "中" * 5000, ""], 1)
 
 
+@pytest.mark.parametrize("kind", ["Hugging Face", "SentencePiece", "null"])
+def test_a_long_text_without_a_boundary_is_refused(monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(long_texts, "PART_CHARACTERS", 400)
+    tokenizer = {
+        "Hugging Face": lambda: bpe(tmp_path, pre_tokenizers.ByteLevel(add_prefix_space=False)),
+        "SentencePiece": lambda: sentencepiece_model(tmp_path),
+        "null": lambda: build_tokenizer("NullTokenizer", vocab_size=5000),
+    }[kind]()
+    encode = parts_encoder(tokenizer, parse_special_tokens=False, most=2000)
+    assert list(encode("1 " + "0" * 1900 + "1"))
+    with pytest.raises(ValueError, match="in one call, since .* character .*--long-texts-in-one"):
+        list(encode("1 " + "0" * 2001))
+
+
 @pytest.mark.parametrize(
     "pre_tokenizer",
     [
@@ -142,21 +156,24 @@ def test_a_text_without_a_boundary_is_one_part(monkeypatch, tmp_path):
     ],
 )
 def test_does_not_cut_what_looks_far(tmp_path, pre_tokenizer):
-    assert parts_encoder(bpe(tmp_path, pre_tokenizer), parse_special_tokens=False) is None
+    found = parts_encoder(bpe(tmp_path, pre_tokenizer), parse_special_tokens=False)
+    assert found == "its pre-tokenizer may cut words by what is far from them"
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "reason"),
     [
-        {"model_type": "unigram"},
-        {"normalization_rule_name": "nmt_nfkc"},
-        {"remove_extra_whitespaces": True},
-        {"user_defined_symbols": ["a b"]},
-        {"split_by_whitespace": False, "sentence_iterator": iter(["of the in the cat"] * 99)},
+        ({"model_type": "unigram"}, "its pieces are not chosen by BPE"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "it normalizes the text as a whole"),
+        ({"remove_extra_whitespaces": True}, "it normalizes the text as a whole"),
+        ({"user_defined_symbols": ["a b"]}, "its pieces may have a space inside"),
+        ({"split_by_whitespace": False, "sentence_iterator": iter(["of the in the cat"] * 99)},
+         "its pieces may have a space inside"),
     ],
-)
-def test_does_not_cut_sentencepiece_that_is_not_local(tmp_path, flags):
-    assert parts_encoder(sentencepiece_model(tmp_path, **flags), parse_special_tokens=False) is None
+)  # fmt: skip
+def test_does_not_cut_sentencepiece_that_is_not_local(tmp_path, flags, reason):
+    found = parts_encoder(sentencepiece_model(tmp_path, **flags), parse_special_tokens=False)
+    assert found.startswith(reason)
 
 
 class Counting:
@@ -171,13 +188,14 @@ class Counting:
 
 
 @pytest.mark.parametrize("word", [5, 350, 5000])
-def test_every_character_is_encoded_at_most_twice(monkeypatch, tmp_path, word):
+def test_every_character_is_encoded_a_few_times(monkeypatch, tmp_path, word):
     """So a text of any length takes linear time, also where words are longer than a part."""
     monkeypatch.setattr(long_texts, "PART_CHARACTERS", 400)
     monkeypatch.setattr(long_texts, "_MARGIN_CHARACTERS", 40)
     library = bpe(tmp_path, pre_tokenizers.ByteLevel(add_prefix_space=False))
     backend = Counting(library._tokenizer.tokenizer.backend_tokenizer)
     text = " ".join(["a b", "c" * word] * (20_000 // word))
-    parts = list(long_texts._at_words(text, backend))
+    parts = list(long_texts._at_words(text, backend, 13_000))
+    assert len(parts) >= 3
     assert [id_ for _, ids in parts for id_ in ids] == library.tokenize(text)
-    assert len(text) <= backend.num_characters <= 2 * len(text) + 400
+    assert len(text) <= backend.num_characters <= (4 if word > 400 else 2) * len(text) + 400

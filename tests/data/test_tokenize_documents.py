@@ -9,6 +9,7 @@ from megatron_untied.data import long_texts, tokenize_documents
 from megatron_untied.data.documents import Document, Place
 from megatron_untied.data.tokenize_documents import Encoder, encode_in_order
 from megatron_untied.data.tokenizers import build_tokenizer
+from tests.data.test_long_texts import sentencepiece_model
 
 NULL_TOKENIZER = build_tokenizer("NullTokenizer", vocab_size=100)
 
@@ -76,7 +77,6 @@ def test_begins_and_ends_documents_that_have_text(tokenizer_model):
 
 def test_bytes_of_a_long_document_are_told_part_by_part(monkeypatch):
     monkeypatch.setattr(long_texts, "PART_CHARACTERS", 10)
-    monkeypatch.setattr(tokenize_documents, "PART_CHARACTERS", 10)
     text = " ".join(map(str, range(50)))
     told = []
     encoder = Encoder(NULL_TOKENIZER, append_eod=True)
@@ -84,6 +84,19 @@ def test_bytes_of_a_long_document_are_told_part_by_part(monkeypatch):
     assert document.ids["text"].tolist() == [*range(50), 100]
     assert len(told) > 5
     assert sum(told) == len(text)
+
+
+def test_a_long_text_that_cannot_be_cut_is_a_problem_unless_asked_for(monkeypatch, tmp_path):
+    tokenizer = sentencepiece_model(tmp_path, model_type="unigram")
+    monkeypatch.setattr(long_texts, "PART_CHARACTERS", 100)
+    monkeypatch.setattr(long_texts, "WHOLE_CHARACTERS", 1000)
+    text = "the cat " * 126  # 8 characters over
+    short, problem = problems(tokenizer, text[:1000], text)
+    assert short is None
+    assert "1,008 characters in one call" in problem
+    assert "its pieces are not chosen by BPE" in problem
+    assert "--long-texts-in-one-call" in problem
+    assert problems(tokenizer, text, long_in_one_call=True) == [None]
 
 
 def test_an_error_while_reading_reaches_the_caller():

@@ -240,7 +240,7 @@ class Reporter:
         progress: Progress,
         *,
         seconds: float,
-        waits: dict[Wait, float] | None = None,
+        waits: dict[Wait, float],
     ) -> None:
         """Report an optimizer step.
 
@@ -248,7 +248,7 @@ class Reporter:
             result: of the step.
             progress: iterations and samples done, including this step.
             seconds: duration of the step on this rank.
-            waits: seconds of it on this rank in which compute waited; None is no wait.
+            waits: seconds of it on this rank in which compute waited for the host and for disks.
         """
         # On all ranks: each may have to print resume advice when it is signaled.
         self.summary.progress = progress
@@ -256,7 +256,6 @@ class Reporter:
         self.summary.step_seconds += seconds
         if not self._active:
             return
-        waits = waits or {}
         totals = dict.fromkeys(("host", "disk"), 0.0)
         for wait, waited in waits.items():
             totals[wait.source] += waited

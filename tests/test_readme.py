@@ -175,7 +175,7 @@ def runs_elsewhere(command: str) -> None:
 
 
 OF_OTHER_PROGRAMS = {
-    *("--slow", "--help"),  # pytest's here, and every program's
+    *("--slow", "--fault-seed", "--help"),  # pytest's here, and every program's
     *("--dry-run", "--rehearse"),  # launchers'
     *("--build-arg", "--ipc=host", "--ulimit", "--time"),  # docker's
     *("--shutdown-timeout", "--numa-binding"),  # torchrun's

@@ -119,7 +119,6 @@ def require_flat(found: list[dict[str, dict[str, float]]]) -> None:
             assert abs(measured[name]["growth"]) < 1, f"rank {rank}: {name} {measured[name]}"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nothing_grows_in_forty_steps(tmp_path):
     require_flat(soak(tmp_path, 40, timeout=850))

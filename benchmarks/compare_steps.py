@@ -8,6 +8,8 @@ the result is a setting's time over that of the first setting in the same round.
         --normalization RMSNorm --context-parallel-size 2 --vocab-size 500 --train-iters 3" \
         --setting "full=--recompute-granularity full" \
         --setting "selective=--recompute-granularity selective"
+
+``NAME@FOLDER=FLAGS`` runs the code in FOLDER, a checkout of another commit.
 """
 
 import argparse
@@ -23,23 +25,29 @@ from rich.progress import track
 from megatron_untied.cli.planner_flags import complete
 from megatron_untied.training.metrics import read_metrics
 
-SCRIPT = Path(__file__).parents[1] / "pretrain_gpt.py"
+ROOT = Path(__file__).parents[1]
+Setting = tuple[str, Path, list[str]]
+"""Name, folder of the code, flags."""
 
 
-def setting(text: str) -> tuple[str, list[str]]:
-    """Parse NAME=FLAGS."""
+def setting(text: str) -> Setting:
+    """Parse NAME=FLAGS or NAME@FOLDER=FLAGS."""
     name, _, flags = text.partition("=")
-    return name, shlex.split(flags)
+    name, _, folder = name.partition("@")
+    return name, Path(folder).absolute() if folder else ROOT, shlex.split(flags)
 
 
-def step_seconds(ranks: int, flags: list[str]) -> float:
-    """The median step of one run, in seconds."""
+def step_seconds(ranks: int, code: Path, flags: list[str]) -> float:
+    """The median step of one run of the code in a folder, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         launcher = "-m torch.distributed.run --standalone --nproc-per-node".split()
-        run = [str(SCRIPT), *complete(flags), "--eval-iters", "0", "--metrics-jsonl", str(metrics)]
+        # A script's own folder comes first in the path of imports.
+        run = [str(code / "pretrain_gpt.py"), *complete(flags), "--eval-iters", "0"]
         subprocess.run(
-            [sys.executable, *launcher, str(ranks), *run], check=True, capture_output=True
+            [sys.executable, *launcher, str(ranks), *run, "--metrics-jsonl", str(metrics)],
+            check=True,
+            capture_output=True,
         )
         steps = [line["step_seconds"] for line in read_metrics(metrics) if "lm_loss" in line]
     return statistics.median(steps[1:])  # the first step compiles and fills caches
@@ -70,13 +78,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="runs per setting (5)")
     parser.add_argument("--run", required=True, help="flags of all runs; at least 3 iterations")
     parser.add_argument(
-        "--setting", type=setting, action="append", required=True, metavar="NAME=FLAGS"
+        "--setting", type=setting, action="append", required=True, metavar="NAME[@FOLDER]=FLAGS"
     )
     options = parser.parse_args()
-    seconds: dict[str, list[float]] = {name: [] for name, _ in options.setting}
+    seconds: dict[str, list[float]] = {name: [] for name, _, _ in options.setting}
     for _ in track(range(options.rounds), "rounds"):
-        for name, flags in options.setting:
-            seconds[name].append(step_seconds(options.ranks, [*shlex.split(options.run), *flags]))
+        for name, code, flags in options.setting:
+            own = [*shlex.split(options.run), *flags]
+            seconds[name].append(step_seconds(options.ranks, code, own))
     print(table(seconds))
 
 

@@ -142,7 +142,8 @@ def untied_attention(
         ulysses = UntiedUlysses(schedule, d, group, workspace)
         if ring_group is None:
             return ulysses, Attention(kernel, mask)
-        return ulysses, RingAttention(kernel, mask, Ring(ring_group), workspace)
+        ring = Ring(ring_group)
+        return ulysses, RingAttention(kernel, mask, ring, workspace, overlap=overlap)
 
     return AttentionFunction.apply(q, k, v, rotary, loop)
 

@@ -91,6 +91,8 @@ def build_model(
         window=model.window_size,
     )
     arena = runtime.arena or HostArena.for_device(current_device(), memory)
+    if (progress := runtime.progress) is not None:
+        arena.engine.waits.phase = lambda: progress.current_phase
     backend = choose_backend(transformer_impl, model.normalization)
     config = transformer_config(model, parallel, precision, transformer_impl)
     context = attention_context(model, parallel, groups, kernel, runtime.progress)

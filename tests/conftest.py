@@ -29,6 +29,9 @@ LONG_MODULES = ("test_memory_pairs.py", "test_guide.py", "test_readme.py")
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption(
+        "--fault-seed", type=int, default=0, help="of random kills, mutations and pairs of flags"
+    )
+    parser.addoption(
         "--claims",
         type=Path,
         metavar="FOLDER",
@@ -81,3 +84,8 @@ def _claimed(items, folder):
 @pytest.fixture(scope="session")
 def tokenizer_model(tmp_path_factory):
     return str(train_small_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="session")
+def fault_seed(request):
+    return request.config.getoption("--fault-seed")

@@ -5,18 +5,18 @@ be the run's (:func:`require_same_structure`), and so must its schedule
 (:func:`require_same_schedule`, :func:`resume_schedule`).
 """
 
-import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_untied.checkpoint.checksums import Checksums
 from megatron_untied.checkpoint.directory import damaged, require_content
+from megatron_untied.checkpoint.index import INDEX, read_index
+from megatron_untied.checkpoint.state import NOT_IN_STATE
 from megatron_untied.config import ModelConfig
 from megatron_untied.config.flag_names import flag_of
 from megatron_untied.config.problems import first_few
@@ -82,16 +82,11 @@ class TensorFiles:
 
         Raises:
             ValueError: the index or one of the files is missing, cut off or a Git LFS pointer, or
-                the index has changed since it was saved.
+                the index has changed since it was saved or does not hold together.
         """
-        if (folder / ".metadata").is_file():
-            require_content(folder / ".metadata")
-        if checksums := Checksums.read(folder):  # before the index is unpickled
-            checksums.require_small_file(".metadata")
-        try:
-            index = dcp.FileSystemReader(folder).read_metadata()
-        except Exception as error:  # a damaged pickle can raise any exception
-            raise ValueError(damaged(folder, f".metadata: {error}")) from error
+        if checksums := Checksums.read(folder):
+            checksums.require_small_file(INDEX)
+        index = read_index(folder)
         # One stat per file, instead of reading terabytes: enough to find a copy that was cut short.
         ends: dict[str, int] = {}
         for stored in index.storage_data.values():
@@ -105,11 +100,6 @@ class TensorFiles:
                 require_content(path)  # a Git LFS pointer gets its own message
             if size < end:
                 broken.append(f"{name} has {size} of {end} bytes")
-        # DCP would leave a hole as it is in memory, without an error.
-        for name, tensor in index.state_dict_metadata.items():
-            num_stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-            if num_stored != math.prod(tensor.size):
-                broken.append(f"{name} has {num_stored} of {math.prod(tensor.size)} elements")
         if broken:
             raise ValueError(damaged(folder, first_few(broken, MAX_LISTED, "; ")))
         shapes = {name: tuple(tensor.size) for name, tensor in index.state_dict_metadata.items()}
@@ -177,10 +167,6 @@ def _differing(fields: Iterable[str], stored: ModelConfig, here: ModelConfig) ->
         yield f"{flag_of(f'model.{field}')}: {before}, here {now}"
 
 
-NOT_IN_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
-"""Settings of a schedule that are missing in megatron-core's own ``state_dict``."""
-
-
 def schedule_state(scheduler: OptimizerParamScheduler) -> dict[str, Any]:
     """Every setting of a schedule, and its position; steps are samples.
 
@@ -229,7 +215,7 @@ def resume_schedule(
 ) -> None:
     """Continue at the position of ``stored``, with its settings or with those of this run."""
     if take_settings:
-        for name in stored.keys() - {"num_steps"}:
+        for name in (stored.keys() & schedule_state(scheduler).keys()) - {"num_steps"}:
             setattr(scheduler, name, stored[name])
         for group in scheduler.optimizer.param_groups:
             # Megatron-core's parameter groups have copies, which override the schedule's own.

@@ -222,13 +222,22 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ValueError(f"{path} is missing: {path.parent} is not a whole checkpoint")
+    return read_object(path, "choose another with --ckpt-step")
+
+
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The object in any file of JSON that a user may have made or damaged.
+
+    Raises:
+        ValueError: it is no object, or has a key twice; the message ends with ``remedy``.
+    """
     require_content(path)
     try:
-        values = json.loads(path.read_text(), object_pairs_hook=_require_unique_keys)
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        values = json.loads(path.read_bytes(), object_pairs_hook=_require_unique_keys)
+    except (ValueError, RecursionError) as error:  # values nested by thousands
+        raise ValueError(f"{path} is not JSON: {error}; {remedy}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} is not a JSON object; choose another with --ckpt-step")
+        raise ValueError(f"{path} is not a JSON object; {remedy}")
     return values
 
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
@@ -44,6 +45,7 @@ from typing_extensions import override
 
 from megatron_untied.checkpoint.checksums import ChecksummedFile, Checksums, Part
 from megatron_untied.checkpoint.collective_errors import raise_on_all_ranks
+from megatron_untied.checkpoint.index import read_index
 from megatron_untied.sharding.parameter_layout import GlobalSlice
 from megatron_untied.sharding.tensor_slice import TensorSlice
 
@@ -136,18 +138,17 @@ class TensorReader(dcp.FileSystemReader):
     Each slice is compared with its checksum, if the checkpoint has checksums.
     """
 
-    _index: Metadata | None = None
-
     def __init__(self, folder: Path):
-        """Raises ``ChecksumError`` if the checksums themselves are damaged."""
+        """Raises ``ValueError`` if the index is damaged, or the checksums themselves."""
         super().__init__(folder)
         self._checksums = Checksums.read(Path(folder))
+        # Not DCP's own way, which unpickles whatever the file names.
+        self._index = read_index(Path(folder))
+        self._index.storage_meta = StorageMeta(load_id=self.load_id)
 
     @override
     def read_metadata(self, *args, **kwargs) -> Metadata:
         """The index, read once: it has an entry for every slice, and DCP asks in every call."""
-        if self._index is None:
-            self._index = super().read_metadata(*args, **kwargs)
         return self._index
 
     @override

@@ -28,6 +28,7 @@ from megatron_untied.checkpoint.random_state import (
 from megatron_untied.checkpoint.run_config import model_config_of
 from megatron_untied.checkpoint.start import Start, find_start
 from megatron_untied.checkpoint.state import (
+    STATE,
     CheckpointState,
     Progress,
     RankLayout,
@@ -184,6 +185,8 @@ def _check(
     if with_optimizer and stored.optimizer_step is None:
         raise ValueError(f"{folder} has weights only; give --finetune or --no-load-optim")
     chosen = config.override_opt_param_scheduler or config.use_checkpoint_opt_param_scheduler
+    if with_optimizer and state.scheduler is not None and stored.scheduler is None:
+        raise ValueError(damaged(folder, f"{STATE} has no schedule"))
     if with_optimizer and state.scheduler is not None and not chosen:
         require_same_schedule(folder, stored.scheduler, state.scheduler)
     expected = state.stored_shapes(with_moments=with_optimizer)

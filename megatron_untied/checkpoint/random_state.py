@@ -48,7 +48,15 @@ def read_random_state(folder: Path, rank: int) -> dict[str, Any]:
     require_content(path)
     try:
         # Generator states are host tensors. weights_only: nothing in the file is executed.
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        # Into generators of its own: a state that does not fit is met before anything changes.
+        random.Random().setstate(state["python"])
+        numpy.random.RandomState().set_state(_of_numpy(state))
+        torch.Generator().set_state(state["torch"])
+        for of_name in (state["megatron"] | {"": state["cuda"]}).values():
+            # Of a GPU, or of a run on CPUs, which has none.
+            assert of_name is None or of_name.dtype == torch.uint8
+        return state
     except Exception as error:  # a damaged pickle can raise any exception
         raise ValueError(f"{path} is damaged; give --no-load-rng to continue without it") from error
 
@@ -57,12 +65,16 @@ def load_random_state(folder: Path, rank: int) -> None:
     """Restore the states of this rank's generators."""
     state = read_random_state(folder, rank)
     random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
+    numpy.random.set_state(_of_numpy(state))
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def _of_numpy(state: dict[str, Any]) -> tuple:
+    kind, keys, *rest = state["numpy"]
+    return kind, keys.numpy().astype(numpy.uint32), *rest
 
 
 def seed_generators(seed: int) -> None:

@@ -5,6 +5,8 @@ The :class:`Provenance` tells which run wrote a checkpoint and which samples it 
 """
 
 import dataclasses
+import re
+import sys
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,11 +76,9 @@ def model_config_of(folder: Path) -> ModelConfig:
         ValueError: its ``run_config.json`` is missing, or has fields or values that are not valid.
     """
     path = folder / RUN_CONFIG
-    values = read_json(path).get("model", {})
-    if not (isinstance(values, dict) and isinstance(values.get("rotary", {}), dict)):
-        raise ValueError(f"{path} holds no architecture; choose another with --ckpt-step")
-    rotary = _from_json(RotaryConfig, values.get("rotary", {}), path)
-    model = _from_json(ModelConfig, values | {"rotary": rotary}, path)
+    values = section(path, "model")
+    rotary = from_json(RotaryConfig, values.get("rotary", {}), path)
+    model = from_json(ModelConfig, values | {"rotary": rotary}, path)
     # The file may be edited by hand: types alone do not make a model that can be built.
     found = list(model_problems(model, lambda field: field))
     if found:
@@ -86,7 +86,26 @@ def model_config_of(folder: Path) -> ModelConfig:
     return model
 
 
-def _from_json(config: type, values: dict[str, Any], path: Path) -> Any:
+def section(path: Path, name: str) -> dict[str, Any]:
+    """An object inside that of a JSON file; empty if it is not there.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    values = read_json(path).get(name)
+    if not isinstance(values, dict | None):
+        raise ValueError(f"{path}: {name} is no object; choose another with --ckpt-step")
+    return values or {}
+
+
+def from_json(config: type, values: Any, path: Path) -> Any:
+    """A ``config``, a dataclass, with the fields ``values`` of a JSON file.
+
+    Raises:
+        ValueError: fields are missing or unknown, or a value has another type than its field.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: {values!r} is no {config.__name__}")
     known = {field.name: field for field in dataclasses.fields(config)}
     # A field with a default may be missing: it is newer than the checkpoint.
     required = {
@@ -96,7 +115,10 @@ def _from_json(config: type, values: dict[str, Any], path: Path) -> Any:
     }
     unknown, missing = sorted(values.keys() - known), sorted(required - values.keys())
     if unknown or missing:
-        raise ValueError(f"{path}: {config.__name__} has unknown {unknown}, missing {missing}")
+        raise ValueError(
+            f"{path}: {config.__name__} has unknown {unknown}, missing {missing}; choose another "
+            "checkpoint with --ckpt-step"
+        )
     for name, kind in typing.get_type_hints(config).items():
         if name in values and not is_a(values[name], kind):
             expected = getattr(kind, "__name__", str(kind)).removeprefix("typing.")
@@ -113,18 +135,22 @@ def is_a(value: Any, kind: Any) -> bool:
         return isinstance(value, tuple) and all(is_a(v, typing.get_args(kind)[0]) for v in value)
     if typing.get_origin(kind) is typing.Literal:
         return value in typing.get_args(kind)
+    if typing.get_origin(kind) is dict or kind is Any:
+        return kind is Any or isinstance(value, dict)
     if typing.get_args(kind):
         return any(is_a(value, member) for member in typing.get_args(kind))
     if isinstance(value, bool) or kind is bool:  # Python's bool is an int
         return isinstance(value, bool) and kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)  # JSON writes 1.0 as 1.0 or 1
+    if kind is float:  # JSON writes 1.0 as 1.0 or 1; Python reads NaN and Infinity
+        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return isinstance(value, kind)
 
 
 def adaptation_of(folder: Path) -> AdaptationConfig:
     """What was trained in the run that wrote a checkpoint."""
-    values = read_json(folder / RUN_CONFIG).get("adaptation", {})
+    values = section(folder / RUN_CONFIG, "adaptation")
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    return _from_json(AdaptationConfig, values, folder / RUN_CONFIG)
+    return from_json(AdaptationConfig, values, folder / RUN_CONFIG)
 
 
 def read_provenance(folder: Path) -> Provenance:
@@ -134,14 +160,17 @@ def read_provenance(folder: Path) -> Provenance:
         ValueError: its ``run_config.json`` is missing or not valid.
     """
     path = folder / RUN_CONFIG
-    values = read_json(path).get(PROVENANCE, {})
-    try:
-        samples = values.get("samples")
-        return Provenance(**values | {"samples": Samples(**samples) if samples else None})
-    except (AttributeError, TypeError) as error:
+    values = section(path, PROVENANCE)
+    # None in checkpoints of an import, which has seen no samples.
+    samples = values.get("samples") and from_json(Samples, values["samples"], path)
+    provenance = from_json(Provenance, values | {"samples": samples or None}, path)
+    # It is part of names of folders, which must not lead elsewhere.
+    if provenance.run_id is not None and not re.fullmatch(r"[\w-]+", provenance.run_id):
         raise ValueError(
-            f"{path} is of another version ({error}); choose another checkpoint with --ckpt-step"
-        ) from error
+            f"{path}: run_id {provenance.run_id!r} is no name of a run; choose another checkpoint "
+            "with --ckpt-step"
+        )
+    return provenance
 
 
 def is_of_run(folder: Path, run_id: str | None) -> bool:

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_untied.checkpoint.directory import read_json, write_json
+from megatron_untied.checkpoint.run_config import from_json, is_a
 from megatron_untied.config import ModelConfig
 from megatron_untied.sharding.parameter_layout import ParameterLayout
 from megatron_untied.sharding.shards import MOMENTS, Shard, Shards
@@ -103,17 +104,49 @@ class StoredState:
         Raises:
             ValueError: the file is missing or not valid.
         """
-        values = read_json(folder / STATE)
-        try:
-            # The dataclasses refuse unknown and missing fields, of another version for example.
-            values["progress"] = Progress(**values["progress"])
-            values["ranks"] = RankLayout(**values["ranks"]) if values["ranks"] else None
-            return cls(**values)
-        except (KeyError, TypeError) as error:
+        path = folder / STATE
+        values = read_json(path)
+        # Unknown and missing fields, of another version for example, are refused.
+        for name, kind in (("progress", Progress), ("ranks", RankLayout)):
+            if values.get(name) is not None:
+                values[name] = from_json(kind, values[name], path)
+        stored = from_json(cls, values, path)
+        counts = asdict(stored.progress) | {"optimizer_step": stored.optimizer_step or 0}
+        wrong = [f"{name} is {count}" for name, count in counts.items() if count < 0]
+        if stored.scheduler is not None:
+            wrong += _wrong_settings(stored.scheduler)
+        if wrong:
             raise ValueError(
-                f"{folder / STATE} is not a checkpoint's state ({error}); "
-                "choose another with --ckpt-step"
-            ) from error
+                f"{path} is not a checkpoint's state ({', '.join(wrong)}); choose another with "
+                "--ckpt-step"
+            )
+        return stored
+
+
+_SCHEDULE = {
+    **dict.fromkeys(("max_lr", "min_lr", "start_wd", "end_wd", "init_lr"), float),
+    **dict.fromkeys(("num_steps", "lr_warmup_steps", "lr_decay_steps", "wd_incr_steps"), int),
+    **dict.fromkeys(("lr_decay_style", "wd_incr_style"), str),
+    **{"wsd_decay_steps": int | None, "lr_wsd_decay_style": str | None},
+}
+"""The settings of megatron-core's schedule, and its position, with their types."""
+NOT_IN_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+"""Settings of a schedule that are missing in megatron-core's own ``state_dict``."""
+
+
+def _wrong_settings(schedule: Mapping[str, Any]) -> list[str]:
+    """The settings that are missing or have another type.
+
+    Those of other versions of megatron-core may be among them, and earlier checkpoints have none
+    that is ``NOT_IN_STATE``.
+    """
+    wrong = [n for n in _SCHEDULE if n not in schedule and n not in NOT_IN_STATE]
+    for name, kind in _SCHEDULE.items():
+        value = schedule.get(name)
+        is_negative = isinstance(value, int | float) and value < 0
+        if name in schedule and (is_negative or not is_a(value, kind)):
+            wrong.append(name)
+    return [f"{name} is {schedule.get(name)!r}" for name in wrong]
 
 
 def tensors_of(shard: Shard) -> Iterator[tuple[str, Tensor]]:

@@ -108,7 +108,9 @@ def by_transformers(folder: Path, tokens: Tensor) -> tuple[float, Losses]:
     from transformers import AutoModelForCausalLM  # seconds to import, and not for --help
 
     # fp32 whatever the folder has: two roundings to bf16 would hide a real difference.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    ).eval()
     model, tokens = model.to(device.select_device(0)), tokens.to(device.select_device(0))
     answer = model(input_ids=tokens, labels=tokens)
     logits = answer.logits[0, :-1]
@@ -145,7 +147,7 @@ def by_us(folder: Path, source: Import, tokens: Tensor, num_ranks: int) -> Losse
         _rank(0, 1, folder, flags, tokens)  # in this process, whose errors keep their traceback
     else:
         multiprocessing.spawn(_rank, (num_ranks, folder, flags, tokens), nprocs=num_ranks)
-    parts = [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
+    parts = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(num_ranks)]
     return Losses(
         by_token=torch.cat([by_token for by_token, _ in parts]),
         mean=sum(loss.item() for _, loss in parts),

@@ -9,6 +9,9 @@ from megatron_untied.config.flag_names import flag_of
 Name = Callable[[str], str]
 """(field of ModelConfig or RotaryConfig) -> its name for the user."""
 
+LARGEST_SIZE = 2**31 - 1
+LARGEST_NUMBER = 2**16
+"""Of layers and heads, each of which is gone through."""
 MIN_NORM_EPSILON = 1e-12
 """Smallest epsilon in fp32; below it, normalizing a row of zeros divides by zero."""
 
@@ -18,6 +21,11 @@ def first_few(items: Iterable[str], limit: int, separator: str = ", ") -> str:
     listed = list(items)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return separator.join(listed[:limit]) + more
+
+
+def in_one_line(error: object) -> str:
+    """What a library says, without line breaks and characters that a terminal would obey."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
 
 
 def model_problems(model: ModelConfig, name: Name = flag_of) -> Iterator[str]:
@@ -32,6 +40,12 @@ def model_problems(model: ModelConfig, name: Name = flag_of) -> Iterator[str]:
     wrong = [field for field, size in sizes.items() if size < 1]
     for field in wrong:
         yield f"{name(field)} {sizes[field]} is below 1, the smallest value"
+    for field, size in sizes.items():
+        many = field in ("num_layers", "num_attention_heads", "num_query_groups")
+        most = LARGEST_NUMBER if many else LARGEST_SIZE
+        if size > most:
+            wrong.append(field)
+            yield f"{name(field)} {size} is above {most}, the largest value"
     if model.window_size is not None and model.window_size < 1:
         yield f"{name('window_size')} leaves a query {model.window_size} tokens; use 1 or more"
     if not MIN_NORM_EPSILON <= model.norm_epsilon < 1:  # negated, so that nan is refused too

@@ -64,6 +64,8 @@ class Sizes:
     d: int
     dtype: torch.dtype
     num_ring: int = 1
+    ring_overlap: bool = True
+    """Whether a ring exchanges keys and values during attention, with a set of buffers for it."""
     num_ulysses: int = field(init=False)
     """Ranks that trade tokens for heads (a)."""
     tokens: int = field(init=False)
@@ -235,11 +237,11 @@ class KvGradBuffers:
         # A kernel writes straight into a sum that is empty and of its own dtype. In the same dtype
         # only a head that the chunk before used already is written elsewhere, to be added.
         heads = max(calls, default=0) if elsewhere or sizes.num_ring > 1 else int(sizes.sums_kv)
-        names = "dk", "dv"
+        names, still_sends = ("dk", "dv"), sizes.num_ring > 2 and sizes.ring_overlap
         first, second = (
             tuple(sizes.buffer(name + suffix, sizes.tokens, count) for name in names)
             # A ring of three or more still sends one pair while the next step fills another.
-            for suffix, count in (("", heads), ("_second", heads if sizes.num_ring > 2 else 0))
+            for suffix, count in (("", heads), ("_second", heads if still_sends else 0))
         )
         sent_as_they_lie = set() if elsewhere else {each.kv_to_load for each in mine}
         packed_heads = [len(x.kv_finished) for x in mine if x.kv_finished not in sent_as_they_lie]
@@ -307,7 +309,8 @@ class Staging:
 class RingBuffers:
     """Device memory of one attention call over a ring."""
 
-    total: Buffer  # [s/r, b, query heads of the call, d]: the sum of out, or of dq, in fp32
+    total: Buffer
+    """[s/r, b, query heads of the call, d] in fp32: the sum of out, or of more than two dq."""
     own: Pair  # [s/r, b, key-value heads of the call, d]: contiguous, to be sent
     remote_kv: tuple[Pair, ...]  # as own; by step: in use, arriving, or gradients being returned
 
@@ -379,8 +382,8 @@ def head_chunks_buffer(name: str, sizes: Sizes) -> Buffer:
     return replace(slots, category=MemoryCategory.SLOTS)
 
 
-def ring_buffers(sizes: Sizes) -> Iterator[Buffer]:
-    """Those of every attention call of a ring; none without one."""
+def ring_buffers(sizes: Sizes, *, backward: bool = False) -> Iterator[Buffer]:
+    """Those of every attention call of a ring, forward or backward; none without one."""
     if sizes.num_ring == 1:
         return
     together = {head: each.kv_to_load for each in sizes.mine for head in each.kv_to_load}
@@ -389,10 +392,11 @@ def ring_buffers(sizes: Sizes) -> Iterator[Buffer]:
         q = torch.Size((sizes.tokens, sizes.b, columns.stop - columns.start, sizes.d))
         k = torch.Size((sizes.tokens, sizes.b, len(call.kv_heads), sizes.d))
         ring = RingBuffers.plan(q, k, sizes.dtype)
-        yield ring.total
+        if sizes.num_ring > 2 or not backward:
+            yield ring.total
         if call.kv_heads != together[call.kv_heads[0]]:  # columns of what arrived together
             yield from ring.own
-        for step in range(1, sizes.num_ring):
+        for step in range(1, sizes.num_ring) if sizes.ring_overlap else ():
             yield from ring.remote_kv[step % len(ring.remote_kv)]
 
 

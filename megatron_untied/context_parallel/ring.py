@@ -17,9 +17,12 @@ Gradients summed along a relay would be fp32 and take one more hop. Sent directl
 are in the kernel's dtype and summed in fp32 there: less than 3/8 of the bytes.
 
 Buffers besides those of :mod:`.ulysses`, in bf16 chunks of q and of k: 2 q for the fp32 sum of out
-or of dq; for received keys and values 2 k in a ring of 2, 4 k in one of 3, 6 k in a longer one; and
-in backward, from a ring of 3 on, 2 k for the dk and dv in flight. The sums of dk and dv, those of
-:mod:`.kv_gradients`, are always fp32.
+or, from a ring of 3 on, of dq: two parts of dq lie in dq and over dO; for received keys and values
+2 k in a ring of 2, 4 k in one of 3, 6 k in a longer one; and in backward, from a ring of 3 on, 2 k
+for the dk and dv in flight. The sums of dk and dv, those of :mod:`.kv_gradients`, are always fp32.
+
+Without overlap nothing travels during a kernel: up to 2 k for received keys and values, or for the
+gradients that return, are allocated between two kernels and freed after the second.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,6 +46,7 @@ from megatron_untied.context_parallel.kv_gradients import KvAccumulator
 from megatron_untied.context_parallel.sequence import ring_blocks
 from megatron_untied.context_parallel.ulysses import Attention
 from megatron_untied.context_parallel.workspace import Workspace
+from megatron_untied.phases import MemoryCategory, allocating
 from megatron_untied.step_progress import StepProgress
 
 
@@ -119,13 +123,17 @@ class RingAttention(Attention):
         ring: Ring,
         workspace: Workspace,
         progress: StepProgress | None = None,
+        *,
+        overlap: bool = True,
     ):
         """``mask``: of the whole sequence, causal and without a window.
 
-        ``progress`` is updated after every step of the ring.
+        ``progress`` is updated after every step of the ring. ``overlap``: the next step's keys and
+        values arrive during a step, and its gradients return during the next one.
         """
         super().__init__(kernel, mask)
         self.ring, self.num_ring, self.workspace = ring, ring.size, workspace
+        self.ring_overlap = overlap
         self.progress = progress or StepProgress()
 
     @override
@@ -133,10 +141,10 @@ class RingAttention(Attention):
         buffers, (s, b, h, _) = RingBuffers.plan(x.q.shape, x.k.shape, x.q.dtype), out.shape
         total = self.workspace.take(buffers.total, out.device, out.shape).zero_()  # fp32
         total_lse = total.new_full((b, h, s), -torch.inf)
-        for step, k, v in self._steps(x, buffers):
+        for step, kv in self._steps(x, buffers):
             rows = step.queries
             lse = self.kernel.forward(
-                Qkv(x.q[rows], k, v), out=out[rows], mask=self._mask(step, s // 2)
+                Qkv(x.q[rows], *kv), out=out[rows], mask=self._mask(step, s // 2)
             )
             self.progress.kernel_call_completed()
             merge(total[rows], total_lse[..., rows], out[rows], lse)
@@ -148,54 +156,93 @@ class RingAttention(Attention):
         self, d_out: Tensor, x: Qkv, y: Attended, *, dq: Tensor, dkv: KvAccumulator
     ) -> None:
         buffers, returning = RingBuffers.plan(x.q.shape, x.k.shape, x.q.dtype), _Returning()
-        total = self.workspace.take(buffers.total, dq.device, dq.shape).zero_()  # fp32
-        for step, k, v in self._steps(x, buffers):
+        total = None  # fp32; two parts need none: their sum is rounded once
+        if self.ring.size > 2:
+            total = self.workspace.take(buffers.total, dq.device, dq.shape).zero_()
+        for step, kv in self._steps(x, buffers):
             # Two pairs in turn: the step before may still be sending the other. Step 0 sends none.
-            dk, dv = (part[: len(k)] for part in dkv.scratch(max(step.index - 1, 0) % 2))
+            turn = max(step.index - 1, 0) % 2 if self.ring_overlap else 0
+            dk, dv = (part[: len(kv[0])] for part in dkv.scratch(turn))
             rows = step.queries
+            # The second of two steps reads dO for the last time.
+            part = d_out[rows] if step.index and total is None else dq[rows]
             self.kernel.backward(
                 d_out[rows],
-                Qkv(x.q[rows], k, v),
+                Qkv(x.q[rows], *kv),
                 Attended(y.out[rows], y.lse[..., rows]),
-                into=QkvGrads(dq[rows], dk, dv),
+                into=QkvGrads(part, dk, dv),
                 mask=self._mask(step, len(x.q) // 2),
             )
             self.progress.kernel_call_completed()
-            total[rows].add_(dq[rows])
+            if total is not None:
+                total[rows].add_(part)
+            elif step.index:
+                dq[rows].add_(part)
             returning.finish(dkv)
             if step.index == 0:
                 dkv.add(dk, dv)
             else:
-                # Received over the keys and values of this step, which are not read again.
-                received = [part[step.lent] for part in self._received(buffers, step, x.k)]
-                works = self.ring.trade([dk, dv], step.owner, received, step.reader)
-                returning = _Returning(works, received, step.lent)
+                kv.clear()
+                returning = self._return(step, [dk, dv], buffers)
+                if not self.ring_overlap:
+                    returning.finish(dkv)
+                    returning = _Returning()  # frees what it received
         returning.finish(dkv)
-        dq.copy_(total)
+        if total is not None:
+            dq.copy_(total)
 
-    def _steps(self, x: Qkv, buffers: RingBuffers) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
-        """Each step with its keys and values, while those of the next are in flight."""
+    def _steps(self, x: Qkv, buffers: RingBuffers) -> Iterator[tuple[RingStep, list[Tensor]]]:
+        """Each step with its keys and values; with overlap those of the next are in flight.
+
+        The caller may clear the list to let go of its memory.
+        """
         steps = ring_steps(self.ring.rank, self.ring.size, len(x.k) // 2)
         own = [  # columns of what arrived together are copied: sends must be contiguous
             kv if kv.is_contiguous() else self.workspace.take(buffer, kv.device, kv.shape).copy_(kv)
             for kv, buffer in zip((x.k, x.v), buffers.own, strict=True)
         ]
-        received, works = own, []
+        received, works = list(own), []
         for step, successor in zip(steps, [*steps[1:], None], strict=True):
+            if step.index and not self.ring_overlap:
+                received, works = self._borrow(step, own, buffers)
             for work in works:
                 work.wait()
             present = received
-            if successor is not None:
-                lent = [kv[successor.lent] for kv in own]
-                received = [kv[successor.keys] for kv in self._received(buffers, successor, x.k)]
-                works = self.ring.trade(lent, successor.reader, received, successor.owner)
-            yield step, *present
+            if successor is not None and self.ring_overlap:
+                received, works = self._borrow(successor, own, buffers)
+            yield step, present
+            present.clear()
 
-    def _received(self, buffers: RingBuffers, step: RingStep, like: Tensor) -> list[Tensor]:
-        """Memory for a step's keys and values, later for gradients: [s/r, b, heads, d] each."""
+    def _borrow(
+        self, step: RingStep, own: Sequence[Tensor], buffers: RingBuffers
+    ) -> tuple[list[Tensor], list[dist.Work]]:
+        """Start to receive the keys and values of ``step``, and to send the reader's."""
+        received = self._memory(step, step.keys, own[0], buffers)
+        lent = [kv[step.lent] for kv in own]
+        return received, self.ring.trade(lent, step.reader, received, step.owner)
+
+    def _return(
+        self, step: RingStep, gradients: list[Tensor], buffers: RingBuffers
+    ) -> "_Returning":
+        """Start to send gradients of the step's keys and values home, and to receive one's own.
+
+        With overlap over the keys and values of this step, which are not read again.
+        """
+        received = self._memory(step, step.lent, gradients[0], buffers)
+        works = self.ring.trade(gradients, step.owner, received, step.reader)
+        return _Returning(works, received, step.lent)
+
+    def _memory(
+        self, step: RingStep, rows: slice, like: Tensor, buffers: RingBuffers
+    ) -> list[Tensor]:
+        """Memory for ``rows`` of keys and values, or of their gradients: [rows, b, heads, d]."""
+        shape = rows.stop - rows.start, *like.shape[1:]
+        if not self.ring_overlap:
+            with allocating(MemoryCategory.KERNEL):
+                return [like.new_empty(shape), like.new_empty(shape)]
         # Three in turn: gradients of the step before, this step, the step after.
         pair = buffers.remote_kv[step.index % 3]
-        return [self.workspace.take(buffer, like.device, like.shape) for buffer in pair]
+        return [self.workspace.take(buffer, like.device, shape) for buffer in pair]
 
     def _mask(self, step: RingStep, block_size: int) -> Mask:
         """Causal among a rank's own tokens, else documents only."""

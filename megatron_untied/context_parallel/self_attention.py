@@ -143,7 +143,12 @@ class UntiedUlyssesSelfAttention(SelfAttention):
         if context.ring is None:
             return Attention(context.kernel, mask)
         return RingAttention(
-            context.kernel, mask, context.ring, context.workspace, context.progress
+            context.kernel,
+            mask,
+            context.ring,
+            context.workspace,
+            context.progress,
+            overlap=context.overlap,
         )
 
 

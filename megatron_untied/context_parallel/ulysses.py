@@ -82,6 +82,8 @@ class Attention:
     mask: Mask
     num_ring: ClassVar[int] = 1
     """Ranks that hold the tokens of a head. Several add to the gradient of each query and key."""
+    ring_overlap: ClassVar[bool] = False
+    """Whether they exchange keys and values while they attend."""
 
     def forward(self, x: Qkv, *, out: Tensor) -> Tensor:
         """Write the output [s/r, b, heads, d] into ``out``; returns lse [b, heads, s/r]."""
@@ -92,7 +94,7 @@ class Attention:
     ) -> None:
         """Write the gradient of q into ``dq``, and add those of k and v to ``dkv``.
 
-        ``dq`` may be ``d_out`` without a ring.
+        ``dq`` may be ``d_out`` without a ring. A ring may overwrite ``d_out``.
         """
         dk, dv = dkv.scratch()  # the sums themselves, if nothing was added to them yet
         self.kernel.backward(d_out, x, y, into=QkvGrads(dq, dk, dv), mask=self.mask)
@@ -224,6 +226,7 @@ class UntiedUlysses:
             d=self.head_width,
             dtype=x.dtype,
             num_ring=attention.num_ring,
+            ring_overlap=attention.ring_overlap,
         )
 
     def _load(

@@ -21,12 +21,12 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from megatron.core.tokenizers import MegatronTokenizerBase
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_untied.config.data import LossOn
+from megatron_untied.config.problems import in_one_line
 from megatron_untied.data.chats import KEY, Chat, parse_chat
 from megatron_untied.data.documents import Document
 from megatron_untied.data.tokenize_documents import Advance, EncodedDocument
@@ -143,8 +143,9 @@ class ChatEncoder:
                     add_generation_prompt=prompt,
                     **kwargs,
                 )
-            except (TemplateError, TypeError) as error:
-                raise ValueError(f"the chat template refuses the chat: {error}") from error
+            except Exception as error:  # a template is a program of its own
+                reason = in_one_line(error) or type(error).__name__
+                raise ValueError(f"the chat template refuses the chat: {reason}") from error
             return texts[0], found[0] if spans else []
 
         assistants = [i for i, x in enumerate(chat.messages) if x["role"] == "assistant"]

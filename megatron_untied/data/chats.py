@@ -12,7 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron_untied.checkpoint.directory import require_content
+from megatron_untied.checkpoint.directory import read_object, require_content
+from megatron_untied.config.problems import in_one_line
 from megatron_untied.data.documents import Document, Place, find_files
 from megatron_untied.data.records import BYTE_ORDER_MARK, JSON_LINES, read_records
 
@@ -53,14 +54,14 @@ def chat_files(data_path: Sequence[str]) -> list[Path]:
     for name in data_path:
         folder = Path(name)
         if (folder / "dataset_dict.json").is_file():
-            splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+            saved = read_object(folder / "dataset_dict.json", "save the dataset again")
+            splits = (folder / in_one_line(split) for split in saved.get("splits") or ())
             raise ValueError(
                 f"--data-path {name} is a saved dataset of several splits; name one of "
-                f"{', '.join(str(folder / split) for split in splits)}"
+                f"{', '.join(map(str, splits))}"
             )
         if (folder / "state.json").is_file():
-            state = json.loads((folder / "state.json").read_text())
-            found = [folder / data["filename"] for data in state["_data_files"]]
+            found = _saved_files(folder / "state.json")
         else:
             found = find_files([name], flag="--data-path")
         if folder.is_dir():  # beside the data there may be a README or a description in JSON
@@ -75,6 +76,20 @@ def chat_files(data_path: Sequence[str]) -> list[Path]:
         files += found
     for file in files:
         require_content(file)
+    return files
+
+
+def _saved_files(state: Path) -> list[Path]:
+    """The Arrow files that the state of a saved dataset lists, all in its folder."""
+    listed = read_object(state, "save the dataset again").get("_data_files")
+    entries = listed if isinstance(listed, list) else []
+    names = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
+    # A name may not lead out of the folder.
+    are_names = all(isinstance(name, str) and Path(name).name == name for name in names)
+    # Without extra entries too: what cannot be read must not be left out in silence.
+    files = [state.with_name(name) for name in names] if are_names else []
+    if not files or len(files) < len(entries) or not all(map(_is_data, files)):
+        raise ValueError(f"{state} lists no Arrow files of its folder; save the dataset again")
     return files
 
 
@@ -143,12 +158,13 @@ def _rows(file: Path, suffix: str) -> Iterator[Row]:
             else:
                 batches = pyarrow.ipc.open_stream(source)  # what datasets.save_to_disk writes
             for batch in batches:
+                batch.validate(full=True)  # else offsets beyond a buffer are followed
                 for row in batch.to_pylist():
                     number += 1
                     # default: a column of dates or bytes that belongs to no chat.
                     yield number, json.dumps(_without_nulls(row), default=str), None
-    except pyarrow.ArrowException as error:
-        yield number + 1, "", f"the file is damaged or cut short ({error})"
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        yield number + 1, "", f"the file is damaged or cut short ({in_one_line(error)})"
 
 
 def _without_nulls(value: Any) -> Any:
@@ -176,12 +192,15 @@ def parse_chat(text: str) -> Chat:
     tools = record.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools else tools
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"tools is a text that is not JSON ({error})") from error
-    common = {
-        "tools": tools or None,  # Parquet has an empty list where a chat has no tools
-        "template_kwargs": record.get("chat_template_kwargs") or {},
-    }
+    kwargs = record.get("chat_template_kwargs") or {}
+    if tools and not _are_objects(tools):
+        raise ValueError("tools is no list of objects")
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"chat_template_kwargs is not an object but a {type(kwargs).__name__}")
+    # Parquet has an empty list where a chat has no tools.
+    common = {"tools": tools or None, "template_kwargs": kwargs}
     prompt, completion = record.get("prompt"), record.get("completion")
     if "messages" in record:
         return Chat(messages=_messages(record["messages"], "messages"), **common)
@@ -196,7 +215,7 @@ def parse_chat(text: str) -> Chat:
         )
     raise ValueError(
         "no chat: it needs messages, or prompt and completion (two texts or two lists of "
-        f"messages); found: {', '.join(record) or 'no key at all'}"
+        f"messages); found: {in_one_line(', '.join(record)) or 'no key at all'}"
     )
 
 
@@ -214,15 +233,29 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
                 f"message {number} has the unknown role {role!r}; known are {', '.join(ROLES)}"
                 f"{hint}"
             )
-        if not isinstance(content, (str, list)):
-            raise ValueError(f"the content of message {number} is a {type(content).__name__}")
+        if not isinstance(content, str) and not _are_objects(content):
+            raise ValueError(
+                f"the content of message {number} is a {type(content).__name__}; it must be a text "
+                "or a list of objects"
+            )
         calls, message = message.get("tool_calls"), {**message, "content": content}
+        if calls and not all(map(_is_call, calls if isinstance(calls, list) else [None])):
+            raise ValueError(f"tool_calls of message {number} are no list of calls with names")
         if calls:
             message["tool_calls"] = [_with_object(call) for call in calls]
         else:  # templates ask whether it is defined
             message.pop("tool_calls", None)
         messages.append(message)
     return messages
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(x, dict) for x in value)
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name", ""), str)
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
@@ -233,7 +266,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = None  # any other text stays what it is
         arguments = parsed if isinstance(parsed, dict) else arguments
     return {**call, "arguments": arguments} if "arguments" in call else call

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from megatron_untied.config.problems import in_one_line
 from megatron_untied.data.records import (
     BYTE_ORDER_MARK,
     Record,
@@ -213,7 +214,8 @@ def _decoded(record: Record, keys: Sequence[str], *, errors: str) -> dict[str, s
             if not isinstance(content, dict):
                 raise ValueError(f"{problem}; found: {type(content).__name__}")
             if key not in content:
-                raise ValueError(f"{problem}; found: {', '.join(content) or 'no key at all'}")
+                found = in_one_line(", ".join(content)) or "no key at all"
+                raise ValueError(f"{problem}; found: {found}")
             kind = "null" if content[key] is None else f"a {type(content[key]).__name__}"
             raise ValueError(f"{problem}: its value is {kind}")
         if errors == "strict":

@@ -18,6 +18,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_untied.checkpoint.collective_errors import gather_rare, raise_on_all_ranks
+from megatron_untied.config.problems import in_one_line
 
 T = TypeVar("T")
 Arrays = tuple[np.ndarray, ...]
@@ -90,9 +91,9 @@ def cached_arrays(
     maps = []
     for path in paths:
         try:
-            maps.append(np.load(path, mmap_mode="r"))
-        except (ValueError, EOFError, OSError) as error:
-            raise _damaged(path, str(error)) from error
+            maps.append(np.load(path, mmap_mode="r", allow_pickle=False))
+        except Exception as error:  # numpy reads a damaged header as it would read Python
+            raise _damaged(path, in_one_line(error)) from error
     # Also of arrays that this rank wrote: the file system may have stored something else.
     *arrays, checksums = maps
     for path, array in zip(paths[:-1], arrays, strict=True):

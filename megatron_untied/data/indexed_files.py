@@ -104,8 +104,9 @@ def _read_index(path: str) -> tuple[type[np.integer], np.ndarray]:
     if not num_sequences:
         raise ValueError(f"{path} holds no documents")
     index = np.memmap(path, mode="r")
-    # Views of the map: the pointers, two thirds of the file, are never read.
+    # Views of the map.
     lengths = index[_HEADER.size :][: 4 * num_sequences].view("<i4")
+    pointers = index[_HEADER.size + 4 * num_sequences :][: 8 * num_sequences].view("<i8")
     bounds = index[size - 8 * num_bounds :].view("<i8")
     if lengths.min() < 0 or not num_bounds or bounds[0] != 0 or bounds[-1] != num_sequences:
         raise ValueError(f"{path} has impossible document bounds: damaged, preprocess again")
@@ -115,7 +116,27 @@ def _read_index(path: str) -> tuple[type[np.integer], np.ndarray]:
             "would shuffle the sequences; preprocess again without splitting documents (into "
             "sentences)"
         )
+    _require_consecutive(path, lengths, pointers, bounds[:-1], np.dtype(_DTYPES[code]).itemsize)
     return _DTYPES[code], lengths
+
+
+def _require_consecutive(
+    path: str, lengths: np.ndarray, pointers: np.ndarray, bounds: np.ndarray, width: int
+) -> None:
+    """Check that documents follow each other: megatron-core reads them where the pointers say."""
+    end = 0
+    for first in range(0, len(lengths), _TOKENS_CHECKED):  # in blocks: 16 bytes per document
+        block = slice(first, first + _TOKENS_CHECKED)
+        ends = end + lengths[block].cumsum(dtype=np.int64) * width
+        starts = np.concatenate([[end], ends[:-1]])
+        numbers = np.arange(first, first + len(ends))
+        wrong = np.flatnonzero((pointers[block] != starts) | (bounds[block] != numbers))
+        if len(wrong):
+            raise ValueError(
+                f"{path} places document {first + int(wrong[0])} elsewhere than behind the one "
+                "before it: damaged, preprocess again"
+            )
+        end = int(ends[-1])
 
 
 def require_token(files: IndexedFiles, token: int, flag: str) -> None:

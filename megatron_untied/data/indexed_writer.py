@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron_untied.checkpoint.directory import read_object
 from megatron_untied.data.documents import Place, records_digest
 from megatron_untied.data.provenance import ENDING, Provenance
 from megatron_untied.data.records import num_bytes_of
@@ -186,9 +187,8 @@ def load_finished_part(
     path = state_path(output_prefix)
     if not path.is_file():
         raise ValueError(f"--resume: there is no {path}; leave the flag out to start over")
-    fields = json.loads(path.read_text())
-    part = FinishedPart(**{**fields, "last": Place(**fields["last"])})
     remedy = f"; give the same, or leave --resume out to start over ({path})"
+    part = _read_finished_part(path)
     index = part.last.file_index
     made_by, files_before = _origin(provenance, files[:index])
     if part.made_by != made_by or list(part.num_empty) != list(writers):
@@ -204,6 +204,19 @@ def load_finished_part(
         if Path(f"{writer.prefix}{INCOMPLETE}.idx").is_file():
             writer.add_files(writer.prefix + INCOMPLETE)
     return part.last
+
+
+def _read_finished_part(path: Path) -> FinishedPart:
+    fields = read_object(path, "leave --resume out to start over")
+    try:
+        part = FinishedPart(**{**fields, "last": Place(**fields["last"])})
+        is_valid = type(part.last.number) is type(part.last.file_index) is int
+        is_valid = is_valid and part.last.file_index >= 0 and isinstance(part.num_empty, dict)
+    except (KeyError, TypeError):
+        is_valid = False
+    if not is_valid or not all(type(count) is int for count in part.num_empty.values()):
+        raise ValueError(f"--resume: {path} is damaged; leave the flag out to start over")
+    return part
 
 
 def remove_finished_part(output_prefix: str, writers: Mapping[str, IndexedWriter]) -> None:

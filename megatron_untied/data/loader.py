@@ -7,17 +7,28 @@ and context-parallel ranks of one data-parallel rank read the same.
 """
 
 import contextlib
+import functools
+import itertools
+import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_untied.config.problems import in_one_line
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""Times in a row that workers are replaced before one of them has read anything."""
+LOST_BATCH = (ConnectionError, FileNotFoundError, EOFError)
+"""What reading a batch raises that was made, but lies in the memory of a worker that has ended."""
 FIELDS = ("tokens", "labels", "loss_mask", "positions", "number")
 
 
@@ -38,8 +49,13 @@ class MicroBatchSampler:
     """Of each sample; None for samples of equal work."""
     stop: int | None = None
     """Samples after the last micro-batch, such as where those of another length begin."""
+    taken: int = 0
+    """Micro-batches from ``consumed_samples`` on that are left out."""
 
     def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(self._all(), self.taken, None)
+
+    def _all(self) -> Iterator[list[int]]:
         if self.attention_work is not None:
             yield from self._dealt()
         # From the samples over all ranks, so any other number of ranks continues at the same place.
@@ -80,11 +96,12 @@ def micro_batches(
 
     A global batch is B / (b * data_parallel_size) of them; B is needed for a dataset that has
     ``attention_work``. The order depends neither on
-    ``num_workers`` nor on interruptions of the run.
+    ``num_workers`` nor on interruptions of the run. A worker that is killed, such as by the kernel
+    for memory, is replaced with a warning, and no sample is missed or repeated.
 
     Raises:
         ValueError: from reading a sample, in this process or in a worker.
-        OSError: as ValueError.
+        OSError: as ValueError; or workers end again and again.
     """
     sampler = MicroBatchSampler(
         num_samples=len(dataset),
@@ -96,6 +113,13 @@ def micro_batches(
         attention_work=getattr(dataset, "attention_work", None),
         stop=stop,
     )
+    start = functools.partial(_start_workers, dataset, num_workers)
+    return _read(sampler, start, start(sampler))
+
+
+def _start_workers(
+    dataset: Dataset, num_workers: int, sampler: MicroBatchSampler
+) -> Iterator[dict[str, Tensor] | Exception]:
     loader = DataLoader(
         _Samples(dataset),
         batch_sampler=sampler,
@@ -105,15 +129,45 @@ def micro_batches(
         # By default the loader draws a seed from the run's generator, and so changes its state.
         generator=torch.Generator(),
     )
+    handler = signal.getsignal(signal.SIGCHLD)
     with blocked_signals():  # iter() forks the workers
         batches = iter(loader)
+    # The loader's own handler raises at whatever the training thread is doing when a worker ends,
+    # perhaps a collective that others then wait in. It is noticed when the next batch is read.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, handler)
+    return batches
 
-    def raise_errors(batch: dict[str, Tensor] | Exception) -> dict[str, Tensor]:
+
+def _read(
+    sampler: MicroBatchSampler,
+    start: Callable[[MicroBatchSampler], Iterator[dict[str, Tensor] | Exception]],
+    batches: Iterator[dict[str, Tensor] | Exception],
+) -> Iterator[dict[str, Tensor]]:
+    """The micro-batches of ``batches``, and of what ``start`` makes when its workers end."""
+    taken = failures = 0
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (RuntimeError, *LOST_BATCH) as error:
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
+                raise
+            failures += 1
+            reason = in_one_line(error) or type(error).__name__
+            ended = f"a data worker of --num-workers ended ({reason}), most often for "
+            if failures > MAX_FAILURES:
+                lack = "a lack of host memory; give fewer --num-workers"
+                raise ChildProcessError(f"{ended}{lack}") from None
+            logger.warning("%sa lack of host memory; others go on in its place", ended)
+            # The others are replaced too: what they had read ahead is read again.
+            batches = start(replace(sampler, taken=taken))
+            continue
         if isinstance(batch, Exception):
             raise batch
-        return batch
-
-    return map(raise_errors, batches)
+        taken, failures = taken + 1, 0
+        yield batch
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.core.utils import log_single_rank
 
+from megatron_untied.checkpoint.directory import read_object
 from megatron_untied.config.data import TokenizerType
 from megatron_untied.config.problems import first_few
 from megatron_untied.data.indexed_files import IndexedFiles, fingerprint_of
@@ -60,7 +61,7 @@ def read_provenance(files: IndexedFiles) -> Provenance | None:
         return None
     remedy = f"preprocess again, or delete it if another tool made {prefix}.bin"
     try:
-        fields = json.loads(path.read_text())
+        fields = read_object(path, remedy)
         # Further fields are ignored: a later version may add some.
         provenance = Provenance(**{name: fields[name] for name in Provenance.__slots__})
         described = fields["fingerprint"]

@@ -21,6 +21,7 @@ from typing import BinaryIO
 from typing_extensions import override
 
 from megatron_untied.checkpoint.directory import require_content
+from megatron_untied.config.problems import in_one_line
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 _PARQUET = ".parquet"
@@ -246,7 +247,7 @@ def _problem_of_format(head: bytes, plain_text: bool) -> str | None:
     line, end_of_line, rest = head.lstrip().partition(b"\n")
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         rest = b""  # an array over several lines
     if end_of_line and rest.strip():
         return None
@@ -261,8 +262,8 @@ def _check_columns(file: Path, keys: Sequence[str]) -> None:
 
     try:
         schema = _package(file).read_schema(file)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{file} cannot be read as Parquet: {error}") from error
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file} cannot be read as Parquet: {in_one_line(error)}") from error
     for key in keys:
         if key not in schema.names:
             raise ValueError(
@@ -281,6 +282,7 @@ def _rows(file: Path, keys: Sequence[str]) -> Iterator[Record]:
     with _package(file).ParquetFile(file) as source:
         try:
             for batch in source.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=list(keys)):
+                batch.validate(full=True)  # else offsets beyond a buffer are followed
                 # Bytes, so that text which is not UTF-8 is met row by row, as in lines of JSON.
                 columns = [
                     batch.column(key).cast(pyarrow.large_string()).cast(pyarrow.large_binary())
@@ -293,5 +295,5 @@ def _rows(file: Path, keys: Sequence[str]) -> Iterator[Record]:
                     content = {key: value.as_py() for key, value in zip(keys, values, strict=True)}
                     yield Record(number=number, content=content, num_bytes=read - last)
         except (pyarrow.ArrowException, OSError) as error:
-            reason = _LOST_REST.format(error)
+            reason = _LOST_REST.format(in_one_line(error))
             yield Record(number=number + 1, content=b"", num_bytes=size - read, problem=reason)

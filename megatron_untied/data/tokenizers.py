@@ -1,8 +1,10 @@
 """Builds the tokenizer of ``--tokenizer-type`` and ``--tokenizer-model``, and identifies it."""
 
+import contextlib
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.tokenizers import MegatronTokenizer, MegatronTokenizerBase
@@ -10,12 +12,15 @@ from megatron.core.utils import log_single_rank
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from megatron_untied.checkpoint.directory import require_content
+from megatron_untied.checkpoint.directory import read_object, require_content
+from megatron_untied.checkpoint.run_config import is_a
 from megatron_untied.config.data import TOKENIZER_TYPES, TokenizerType
+from megatron_untied.config.problems import in_one_line
 
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _LIBRARIES = {
     "SentencePieceTokenizer": "sentencepiece",
     "HuggingFaceTokenizer": "huggingface",
@@ -142,12 +147,29 @@ def _load(tokenizer_type: TokenizerType, model: str) -> MegatronTokenizerBase:
     for file in Path(model).iterdir() if needs_folder else [Path(model)]:
         if "token" in file.name or not needs_folder:
             require_content(file)
-    try:
-        return MegatronTokenizer.from_pretrained(
+        if needs_folder and file.name in _SETTINGS:
+            # Compared with the length of every text, though only to warn.
+            limit = read_object(file, "save the tokenizer again").get("model_max_length", 0)
+            if not is_a(limit, float | None):
+                raise ValueError(f"{file}: model_max_length is {limit!r}, no number; correct it")
+    with _unreadable(model, tokenizer_type):
+        tokenizer = MegatronTokenizer.from_pretrained(
             model, metadata_path={"library": _LIBRARIES[tokenizer_type]}
         )
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]  # these libraries append pages of advice
+        tokenizer.tokenize(_VARIED_TEXT)  # some damage is met only by a text
+        return tokenizer
+
+
+@contextlib.contextmanager
+def _unreadable(model: str | Path, tokenizer_type: TokenizerType) -> Iterator[None]:
+    """Whatever a library of tokenizers raises over its files, as the user's error."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of Rust's is no Exception
+        # These libraries append pages of advice.
+        reason = in_one_line(next(iter(str(error).strip().splitlines()), type(error).__name__))
         raise ValueError(
             f"--tokenizer-model {model} cannot be read as a {tokenizer_type}: {reason}"
         ) from error
@@ -164,7 +186,8 @@ def _follow_tokenizer_file(tokenizer: MegatronTokenizerBase, folder: Path, *, qu
         return
     library = tokenizer._tokenizer
     by_class = library.tokenizer
-    by_file = Tokenizer.from_file(str(file))
+    with _unreadable(folder, "HuggingFaceTokenizer"):
+        by_file = Tokenizer.from_file(str(file))
     if getattr(by_file.model, "dropout", None):
         raise ValueError(
             f"--tokenizer-model {folder}: {TOKENIZER_FILE} has a dropout of "
@@ -174,8 +197,10 @@ def _follow_tokenizer_file(tokenizer: MegatronTokenizerBase, folder: Path, *, qu
     # A file that was saved with these settings would cut documents, or fill short ones.
     by_file.no_truncation()
     by_file.no_padding()
-    expected = by_file.encode(_VARIED_TEXT, add_special_tokens=False).ids
-    if not quiet and by_class.encode(_VARIED_TEXT, add_special_tokens=False) != expected:
+    with _unreadable(folder, "HuggingFaceTokenizer"):
+        expected = by_file.encode(_VARIED_TEXT, add_special_tokens=False).ids
+        by_its_class = by_class.encode(_VARIED_TEXT, add_special_tokens=False)
+    if not quiet and by_its_class != expected:
         log_single_rank(
             logger,
             logging.WARNING,
@@ -189,9 +214,11 @@ def _follow_tokenizer_file(tokenizer: MegatronTokenizerBase, folder: Path, *, qu
         if isinstance(token, str) and token in vocabulary
     }
     # The base class takes the whole pipeline from the file; subclasses build their own.
-    library.tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **special_tokens)
-    library.add_special_tokens({})  # updates its names of the special tokens
-    if library.tokenizer.encode(_VARIED_TEXT, add_special_tokens=False) != expected:
+    with _unreadable(folder, "HuggingFaceTokenizer"):
+        library.tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **special_tokens)
+        library.add_special_tokens({})  # updates its names of the special tokens
+        found = library.tokenizer.encode(_VARIED_TEXT, add_special_tokens=False)
+    if found != expected:
         raise ValueError(
             f"--tokenizer-model {folder}: tokenizer_config.json changes the ids of "
             f"{TOKENIZER_FILE}; save the folder again with save_pretrained"

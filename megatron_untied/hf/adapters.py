@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_untied.checkpoint.compatibility import TensorFiles
-from megatron_untied.checkpoint.directory import find_checkpoint, read_json
+from megatron_untied.checkpoint.directory import find_checkpoint
 from megatron_untied.checkpoint.global_tensor import GlobalTensor, TensorReader
 from megatron_untied.checkpoint.run_config import (
     RUN_CONFIG,
     adaptation_of,
     model_config_of,
     read_provenance,
+    section,
 )
 from megatron_untied.config import AdaptationConfig, ModelConfig
 from megatron_untied.config.parameters import ADAPTERS, parameters
@@ -63,9 +64,9 @@ class Adapters:
         Raises:
             ValueError: there is no checkpoint, or it is another one.
         """
-        settings = read_json(self.checkpoint / RUN_CONFIG).get("checkpoint", {})
+        settings = section(self.checkpoint / RUN_CONFIG, "checkpoint")
         folder = given or settings.get("pretrained_checkpoint")
-        found = folder and find_checkpoint(Path(folder))
+        found = find_checkpoint(Path(folder)) if isinstance(folder, str | Path) else None
         expected = read_provenance(self.checkpoint).pretrained
         if found is None:
             raise ValueError(

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron_untied.checkpoint.run_config import is_a
 from megatron_untied.config import ModelConfig
-from megatron_untied.config.problems import model_problems
+from megatron_untied.config.problems import LARGEST_NUMBER, model_problems
 from megatron_untied.hf.fields import REQUIRED, Fields
 from megatron_untied.hf.rope import rotary_from_hf, rotary_to_hf
 
@@ -76,6 +77,10 @@ def model_config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
     family = _family(values, source)
     # Each field is taken once; end() refuses what is left, since it may change the function.
     fields = Fields(values, source)
+    for name in KEPT_TOKENS:  # written into exports again
+        given = values.get(name)
+        if not all(is_a(x, int | None) for x in (given if isinstance(given, list) else [given])):
+            raise ValueError(f"{source}: {name} is {given!r}, no token; correct it")
     fields.drop(IGNORED_FIELDS)
     for name, value in REQUIRED_VALUES.items():
         fields.demand(name, value)
@@ -83,6 +88,8 @@ def model_config_from_hf(values: Mapping[str, Any], source: str) -> ModelConfig:
     hidden_size = fields.take("hidden_size", kind=int)
     max_positions = fields.take("max_position_embeddings", kind=int)
     num_layers = fields.take("num_hidden_layers", kind=int)
+    if not 1 <= num_layers <= LARGEST_NUMBER:  # before anything is made for each of them
+        raise ValueError(f"{source}: num_hidden_layers {num_layers} is below 1 or above any model")
     model = ModelConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -161,14 +168,22 @@ def _family(values: Mapping[str, Any], source: str) -> str:
     """The ``model_type``, checked. First of all: it gives the clearest reason for a refusal."""
     for name in ("quantization_config", "compression_config"):
         if quantization := values.get(name):
-            method = quantization.get("quant_method", "unknown method")
+            method = "unknown method"
+            if isinstance(quantization, dict):
+                method = quantization.get("quant_method", method)
             raise ValueError(
                 f"{source}: the weights are quantized ({name}: {method}); convert a bf16, fp16 or "
                 "fp32 checkpoint of the model"
             )
     supported = ", ".join(FAMILIES.values())
-    family = values.get("model_type")
-    architectures = values.get("architectures") or [FAMILIES.get(family, f"model_type {family!r}")]
+    # Types first: these are keys of a table, and a list has no hash.
+    family, architectures = values.get("model_type"), values.get("architectures") or []
+    if not is_a(family, str | None) or not isinstance(architectures, list):
+        raise ValueError(
+            f"{source}: model_type {family!r} is no text, or architectures {architectures!r} no "
+            f"list; supported are {supported}"
+        )
+    architectures = architectures or [FAMILIES.get(family, f"model_type {family!r}")]
     if any(values.get(name) for name in EXPERTS) or "moe" in str(family):
         raise ValueError(
             f"{source}: {architectures[0]} is a mixture of experts; dense models are supported: "
@@ -218,11 +233,10 @@ def _window(fields: Fields, family: str, num_layers: int) -> int | None:
     slides = fields.take("use_sliding_window", False, bool)
     window = fields.take("sliding_window", REQUIRED if slides else None, int)
     first = fields.take("max_window_layers", 28, int)
-    default = ["full_attention"] * num_layers
-    if slides:
-        default[first:] = ["sliding_attention"] * (num_layers - first)
+    num_full = min(max(0, first), num_layers) if slides else num_layers
+    default = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
     layers = fields.take("layer_types", default, list)
-    if len(set(layers)) != 1 or len(layers) != num_layers:
+    if len(layers) != num_layers or any(kind != layers[0] for kind in layers) or not layers:
         numbers = [i for i, kind in enumerate(layers) if kind == "sliding_attention"]
         raise ValueError(
             f"{fields.source}: use_sliding_window, max_window_layers {first} and layer_types give "

@@ -16,6 +16,8 @@ class Fields:
     """
 
     def __init__(self, values: Mapping[str, Any], source: str):
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{source} is {values!r}, which is no object; correct it")
         self.source = source
         self._names = values.keys()
         self._left = {name: value for name, value in values.items() if value is not None}

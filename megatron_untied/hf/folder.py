@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_untied.checkpoint.directory import read_json, require_content
-from megatron_untied.checkpoint.run_config import RUN_CONFIG
+from megatron_untied.checkpoint.run_config import RUN_CONFIG, section
 from megatron_untied.config.problems import first_few
 
 logger = logging.getLogger(__name__)
@@ -265,11 +265,11 @@ def tokenizer_folder(directory: Path, checkpoint: Path) -> Path | None:
     """
     if (directory / FOLDER).is_dir():
         return directory / FOLDER
-    data = read_json(checkpoint / RUN_CONFIG).get("data", {})
-    if data.get("tokenizer_type") != "HuggingFaceTokenizer":
+    data = section(checkpoint / RUN_CONFIG, "data")
+    named = data.get("tokenizer_model")
+    if data.get("tokenizer_type") != "HuggingFaceTokenizer" or not isinstance(named, str):
         return None
-    folder = Path(data["tokenizer_model"])
-    return folder if folder.is_dir() else None
+    return Path(named) if Path(named).is_dir() else None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

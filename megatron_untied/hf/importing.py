@@ -142,7 +142,8 @@ class Import:
         return tensors
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
-        return finite(self.tensors.rows(name, start, stop), self._spec(name).dtype, name)
+        rows, where = self.tensors.rows(name, start, stop), f"{self.folder}: {name}"
+        return finite(rows, self._spec(name).dtype, where)
 
     def _spec(self, name: str) -> TensorSpec:
         stored = self.tensors.specs[name]

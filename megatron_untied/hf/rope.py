@@ -77,7 +77,10 @@ def _rotary(fields: Fields, base: float | None, max_positions: int) -> RotaryCon
         values |= {"scaling": kind} | _scaling(fields, kind, max_positions)
     fields.end()
     rotary = RotaryConfig(**values)
-    check_scaling(rotary)
+    try:
+        check_scaling(rotary)
+    except ValueError as error:
+        raise ValueError(f"{fields.source}: {error}") from error
     return rotary
 
 
@@ -87,7 +90,7 @@ def _kind(fields: Fields) -> str:
     kind = fields.take("rope_type", legacy or "default")
     if legacy is not None and legacy != kind:
         raise ValueError(f"{fields.source}: rope_type is {kind!r}, type {legacy!r}; keep one")
-    if kind not in FIELDS:
+    if not isinstance(kind, str) or kind not in FIELDS:
         raise ValueError(f"{fields.source}: rope_type {kind!r} is none of {', '.join(FIELDS)}")
     return kind
 
@@ -98,6 +101,8 @@ def _scaling(fields: Fields, kind: str, max_positions: int) -> dict[str, Any]:
     if kind != "linear":
         original = fields.take("original_max_position_embeddings", None, int)
     original = original or max_positions
+    if original < 1:
+        raise ValueError(f"{fields.source}: {original} original positions are none; correct it")
     defaults = {"original_max_position_embeddings": original}
     if kind == "yarn":
         defaults |= {"factor": max_positions / original, "attention_factor": None}
@@ -108,7 +113,9 @@ def _scaling(fields: Fields, kind: str, max_positions: int) -> dict[str, Any]:
     }
     if kind == "yarn":
         # DeepSeek's form of the attention factor; an explicit one overrides it.
-        mscale = fields.take("mscale", None), fields.take("mscale_all_dim", None)
+        mscale = fields.take("mscale", None, float), fields.take("mscale_all_dim", None, float)
         if values["attention_factor"] is None and all(mscale):
+            if min(mscale) < 0:
+                raise ValueError(f"{fields.source}: an mscale is below 0; correct it")
             values["attention_factor"] = yarn_attention_factor(values["scaling_factor"], *mscale)
     return values

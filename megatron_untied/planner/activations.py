@@ -4,6 +4,7 @@ The buffers are those of the plans that the run itself allocates from
 (:mod:`.context_parallel.buffer_plan`, :mod:`.streaming.memory_plan`); here they are only added up.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -37,6 +38,7 @@ def attention_sizes(geometry: Geometry, rank: int) -> Sizes:
         d=geometry.d,
         dtype=geometry.config.precision.params_dtype,
         num_ring=geometry.num_ring,
+        ring_overlap=geometry.config.parallel.cp_overlap,
     )
 
 
@@ -62,7 +64,13 @@ def memory_plan(geometry: Geometry, rank: int, *, evaluates: bool = False) -> Me
         loss_tokens=geometry.loss_tokens,
     )
     known = (id(geometry.schedule), rank, geometry.n, geometry.b, geometry.d, geometry.num_ring)
-    known += (sizes.attention.dtype, *sizes.residual, sizes.tile_size, sizes.tile_rows)
+    known += (
+        sizes.attention.ring_overlap,
+        sizes.attention.dtype,
+        *sizes.residual,
+        sizes.tile_size,
+        sizes.tile_rows,
+    )
     taken = _taken.setdefault((*known, sizes.loss_tokens), {})
     policy = ActivationPolicy.of(memory, geometry.num_layers, first)
     return MemoryPlan(sizes, policy, memory, taken)
@@ -74,12 +82,12 @@ def plain_buffers(geometry: Geometry, rank: int) -> dict[Phase, tuple[Buffer, ..
     They free it before the loss only, and their output and its gradient are slots of all heads.
     """
     sizes = attention_sizes(geometry, rank)
-    ring = tuple(ring_buffers(sizes))
+    ring, ring_backward = (tuple(ring_buffers(sizes, backward=x)) for x in (False, True))
     out, d_out = (head_chunks_buffer(name, sizes) for name in ("out", "d_out"))
     forward, backward = ForwardBuffers.plan(sizes), BackwardBuffers.plan(sizes)
     return {
         Phase.ATTENTION_FORWARD: (*buffers_of(forward), *ring, out),
-        Phase.ATTENTION_BACKWARD: (*buffers_of(backward), *ring, out, d_out),
+        Phase.ATTENTION_BACKWARD: (*buffers_of(backward), *ring_backward, out, d_out),
     }
 
 
@@ -100,10 +108,11 @@ def bytes_by_category(buffers: Iterable[Buffer]) -> Bytes:
 class KernelBuffers:
     """What one layer's attention allocates beside the workspace."""
 
-    in_forward: Buffer
-    """The most that one kernel call of a forward allocates, without the log-sum-exp."""
-    at_peak: tuple[Buffer, Buffer]
-    """In the call of a backward with most alive: its own scratch, and dK and dV so far."""
+    in_forward: tuple[Buffer, ...]
+    """In the call of a forward with most alive: its own scratch without the log-sum-exp, and keys
+    and values that are there for it alone."""
+    at_peak: tuple[Buffer, ...]
+    """The same of a backward, and dK and dV so far."""
     home: Buffer
     """dK and dV of this rank's own tokens, all of them."""
     home_while_loading: Buffer
@@ -125,32 +134,51 @@ class KernelBuffers:
         scratch = Buffer(
             name="kernel_fp32_dq", numel=0, dtype=torch.uint8, category=MemoryCategory.KERNEL
         )
-        in_forward = replace(scratch, name="kernel_out", memory="kernel_out")
-        at_peak, home, while_loading = (scratch, none_home), none_home, none_home
+        kernel_out, borrowed = (
+            replace(scratch, name=name, memory=name) for name in ("kernel_out", "borrowed_kv")
+        )
+        in_forward, at_peak = (kernel_out,), (scratch, none_home)
+        home = while_loading = none_home
         for chunk in sizes.schedule.chunks:
             while_loading = home
             mine = chunk[sizes.rank]
-            for call in mine.kernel_calls:
+            for call, (queries, keys) in itertools.product(mine.kernel_calls, _ring_calls(sizes)):
                 shape = Shape(
-                    num_queries=sizes.tokens,
-                    num_keys=sizes.tokens,
+                    num_queries=queries,
+                    num_keys=keys or sizes.tokens,
                     b=sizes.b,
                     h=call.query_columns.stop - call.query_columns.start,
                     g=len(call.kv_heads),
                     d=sizes.d,
                 )
                 forward, backward = kernel.most_bytes(
-                    shape, sizes.dtype.itemsize, num_heads=len(mine.query_heads)
+                    shape, sizes.dtype.itemsize, num_heads=len(mine.query_heads), causal=not keys
                 )
-                in_forward = replace(in_forward, numel=max(in_forward.numel, forward))
-                alive = replace(scratch, numel=backward), home
-                at_peak = max(at_peak, alive, key=lambda pair: sum(x.num_bytes for x in pair))
+                pair = 2 * keys * sizes.b * shape.g * sizes.d * sizes.dtype.itemsize
+                kv = replace(borrowed, numel=pair)
+                calls = (replace(kernel_out, numel=forward), kv), in_forward
+                in_forward = max(calls, key=_num_bytes)
+                calls = (replace(scratch, numel=backward), kv, home), at_peak
+                at_peak = max(calls, key=_num_bytes)
             # One tensor takes the gradients of all heads: the first that arrives allocates it.
             if any(assignment.kv_finished for assignment in chunk):
                 home = all_home
         return cls(
             in_forward=in_forward, at_peak=at_peak, home=home, home_while_loading=while_loading
         )
+
+
+def _ring_calls(sizes: Sizes) -> list[tuple[int, int]]:
+    """Queries of a kernel call, and keys that it borrows for itself; of 0 it sees its own."""
+    calls = [(sizes.tokens, 0)]
+    if sizes.num_ring > 1 and not sizes.ring_overlap:
+        half = sizes.tokens // 2
+        calls += [(sizes.tokens, half), (half, sizes.tokens)]
+    return calls
+
+
+def _num_bytes(buffers: Iterable[Buffer]) -> int:
+    return sum(buffer.num_bytes for buffer in buffers)
 
 
 @dataclass(frozen=True, kw_only=True)

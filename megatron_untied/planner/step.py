@@ -259,7 +259,7 @@ class StreamedStep(Step):
         attention = alive + (Bytes() if is_counted else lse)
         yield Phase.ATTENTION_FORWARD, attention + self.tiles.projection, in_attention
         # A chunk is projected before the kernel of the one before it is called, never during it.
-        yield Phase.ATTENTION_FORWARD, attention, (*in_attention, kept.kernel.in_forward)
+        yield Phase.ATTENTION_FORWARD, attention, (*in_attention, *kept.kernel.in_forward)
 
         mlp = alive + self.tiles.mlp_forward + (Bytes() if keeps_output else lse)
         in_mlp = kept.workspace(Phase.MLP_FORWARD, layer)
@@ -326,7 +326,7 @@ class StreamedStep(Step):
             in_attention = (*self.residual, *workspace(Phase.RECOMPUTE_ATTENTION, attends[-1]))
             yield Phase.RECOMPUTE_ATTENTION, before + self.tiles.projection, in_attention
             in_kernel = self.activations.kernel.in_forward
-            yield Phase.RECOMPUTE_ATTENTION, before, (*in_attention, in_kernel)
+            yield Phase.RECOMPUTE_ATTENTION, before, (*in_attention, *in_kernel)
         members = layer - first + 1
         if members == 1:
             return
@@ -378,7 +378,7 @@ class PlainStep(Step):
         # dO before it is in slots, and dK and dV as autograd takes them beside the kernel's peak.
         incoming = _outside("incoming_d_out", geo.output_bytes, MemoryCategory.SLOTS)
         returned = replace(kernel.home, name="returned_dk_dv", memory="returned_dk_dv")
-        self.attention[Phase.ATTENTION_FORWARD] += (kernel.in_forward,)
+        self.attention[Phase.ATTENTION_FORWARD] += kernel.in_forward
         self.attention[Phase.ATTENTION_BACKWARD] += (*kernel.at_peak, incoming, returned)
 
     @override

@@ -19,12 +19,17 @@ copy-out      copy-in         host memory may be overwritten only once its last 
 from copies to compute. Which copies share host memory is up to the caller, who passes the earlier
 one as ``after``. The engine is the same on every machine and only the streams differ, so tests
 drive it with simulated streams that run copies in the worst order their edges allow.
+
+:class:`Waits` counts the time for which compute waits at these edges.
 """
 
+import contextlib
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +59,12 @@ class Streams(Protocol):
     def launch(self, stream: Stream, work: Callable[[], None]) -> None:
         """Queue ``work`` on ``stream``."""
 
+    def mark(self) -> Any:
+        """A point in time: when the compute queued so far is done."""
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        """From one mark to another; None if compute has not come to ``end`` yet."""
+
 
 class CudaStreams(Streams):
     """Two copy streams beside the stream that torch currently computes on."""
@@ -73,6 +84,16 @@ class CudaStreams(Streams):
         with torch.cuda.stream(stream):  # the copies that ``work`` makes are queued there
             work()
 
+    @override
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.compute)
+        return event
+
+    @override
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        return begin.elapsed_time(end) / 1000 if end.query() else None
+
 
 class CpuStream(torch.cpu.Stream):
     """A stream whose work is done as soon as it is queued, so there is nothing to wait for."""
@@ -91,6 +112,63 @@ class CpuStreams(Streams):
     def launch(self, stream: CpuStream, work: Callable[[], None]) -> None:
         work()
 
+    @override
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    @override
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class Wait(NamedTuple):
+    """What compute waits for, and in which phase of a step."""
+
+    source: Literal["host", "disk"]
+    phase: str
+
+
+class Waits:
+    """Seconds for which compute waited for copies and disks.
+
+    Compute is marked before and after each wait. On a GPU the marks are events in its stream, read
+    when they are over: they synchronize nothing, and a wait that ends before compute comes to it
+    counts as nothing. On a CPU a copy runs where it starts, and all of it counts.
+    """
+
+    MOST_PENDING = 4096
+
+    def __init__(self, streams: Streams):
+        self._streams = streams
+        self.phase: Callable[[], str] = lambda: ""
+        """The phase in which the training thread is."""
+        self._pending: deque[tuple[Wait, Any, Any]] = deque()
+        self._seconds: Counter[Wait] = Counter()
+
+    @contextlib.contextmanager
+    def counted(self, source: Literal["host", "disk"]) -> Iterator[None]:
+        """Count the time that compute needs to get through the code inside."""
+        wait, begin = Wait(source, self.phase()), self._streams.mark()
+        yield
+        self._pending.append((wait, begin, self._streams.mark()))
+        if len(self._pending) == self.MOST_PENDING:  # also where nobody takes them
+            self._add_up()
+
+    def take(self) -> dict[Wait, float]:
+        """Seconds since the last call, as far as compute has come."""
+        self._add_up()
+        taken, self._seconds = self._seconds, Counter()
+        return dict(taken)
+
+    def _add_up(self) -> None:
+        while self._pending:
+            wait, begin, end = self._pending[0]
+            seconds = self._streams.seconds(begin, end)
+            if seconds is None:
+                return
+            self._seconds[wait] += seconds
+            self._pending.popleft()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
@@ -106,7 +184,10 @@ class Copy:
         After a copy to the host the device tensor may then be overwritten or dropped; after a
         copy to the device it may be used. Waiting again is harmless.
         """
-        self.engine.streams.compute.wait_event(self.done)
+        # A copy that is done by now holds nothing up; an event of CpuStream is None.
+        if self.done is not None and not self.done.query():
+            with self.engine.waits.counted("host"):
+                self.engine.streams.compute.wait_event(self.done)
         self.engine.device_tensors.pop(self, None)
 
     def wait_on_host(self) -> None:
@@ -124,7 +205,7 @@ class CopyEngine:
     """
 
     def __init__(self, streams: Streams):
-        self.streams = streams
+        self.streams, self.waits = streams, Waits(streams)
         self.device_tensors: dict[Copy, Tensor] = {}
         """Those of copies not yet waited for."""
 
@@ -179,7 +260,9 @@ class CopyEngine:
         stream.wait_event(self.streams.compute.record_event())
         for copy in filter(None, after):
             stream.wait_event(copy.done)
-        self.streams.launch(stream, partial(copy_by_pieces, source, target))
+        is_own = stream is not self.streams.compute  # else compute waits here
+        with contextlib.nullcontext() if is_own else self.waits.counted("host"):
+            self.streams.launch(stream, partial(copy_by_pieces, source, target))
         copy = Copy(self, stream.record_event())
         self.device_tensors[copy] = device_tensor
         return copy

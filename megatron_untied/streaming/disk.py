@@ -13,6 +13,7 @@ failure is kept (:meth:`ActivationDisk.require_no_failure`).
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -65,6 +66,8 @@ class StripedFiles:
         """Reserved on the file systems so far."""
         self.buffered: list[str] = []
         """Folders whose file system refuses ``O_DIRECT``: their data passes the page cache."""
+        self.unreserved: list[str] = []
+        """Folders whose file system cannot reserve space: they may be full at any write."""
         for folder in folders:
             with named(folder, "cannot take files"):
                 self._files.append(tempfile.TemporaryFile(dir=folder, buffering=0))
@@ -91,7 +94,8 @@ class StripedFiles:
                 "--activation-disk-gib, or a larger disk"
             )
             with named(folder, words):
-                os.posix_fallocate(file.fileno(), 0, in_each)
+                if folder not in self.unreserved and not _fallocate(file.fileno(), in_each):
+                    self.unreserved.append(folder)
         self.num_bytes = num_bytes
 
     def requests(self, extent: Extent) -> Iterator[tuple[int, slice]]:
@@ -115,6 +119,16 @@ class StripedFiles:
                 if count == 0:
                     raise OSError(f"the file ends after {done} of {len(memory)} bytes")
                 done += count
+
+    def describe(self) -> str:
+        """Folders, bytes reserved, and what their file systems lack."""
+        words = f"{self.num_bytes / GIB:.2f} GiB per rank in {', '.join(self.folders)}"
+        if self.unreserved:
+            names = ", ".join(self.unreserved)
+            words += f"; {names} cannot reserve space: if it is full, the run ends at that write"
+        if self.buffered:
+            words += f"; no O_DIRECT in {', '.join(self.buffered)}: data passes the page cache"
+        return words
 
     def folder_of(self, offset: int) -> str:
         """Where the byte at ``offset`` is."""
@@ -150,6 +164,8 @@ class ActivationDisk:
         self.postpones_failures = False
         """Whether a failure is raised by :meth:`require_no_failure` alone, not by the first wait:
         for a caller that lets all ranks fail alike, before the weights are updated."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called at the first failure, in any thread."""
         self._failure: OSError | None = None
         self._lock = threading.Lock()
 
@@ -184,12 +200,7 @@ class ActivationDisk:
 
     def describe(self) -> str:
         """One line for the log."""
-        files = self.open()
-        words = f"saved activations on disk: {files.num_bytes / GIB:.2f} GiB per rank in "
-        words += ", ".join(files.folders)
-        if files.buffered:
-            words += f"; no O_DIRECT in {', '.join(files.buffered)}: data passes the page cache"
-        return words
+        return f"saved activations on disk: {self.open().describe()}"
 
     def reserve(self, num_bytes: int) -> Extent | None:
         """Space for a segment of whole pages; None if less is left."""
@@ -239,15 +250,15 @@ class ActivationDisk:
         self.read_bytes += extent.num_bytes
         return self._start(self._read, extent, memory, after)
 
-    def wait(self, transfer: Transfer) -> None:
+    def wait(self, transfer: Transfer, *, raises: bool = True) -> None:
         """Block the calling thread until all requests of ``transfer`` are done.
 
         Raises:
-            OSError: as :meth:`require_no_failure`, unless failures are postponed.
+            OSError: as :meth:`require_no_failure`, if ``raises`` and failures are not postponed.
         """
         for request in transfer:
             request.result()
-        if not self.postpones_failures:
+        if raises and not self.postpones_failures:
             self.require_no_failure()
 
     def require_no_failure(self) -> None:
@@ -285,7 +296,8 @@ class ActivationDisk:
         with self._kept():
             self.require_no_failure()
             self._files.transfer(offset, memory, write=False)
-            if self._checksums and zlib.crc32(memory) != extent.checksums[offset]:
+            # Without a checksum nothing was written: memory that is not to be trusted either.
+            if self._checksums and zlib.crc32(memory) != extent.checksums.get(offset):
                 raise OSError(
                     f"--activation-disk {self._files.folder_of(offset)}: saved activations that "
                     "were read are not those that were written (crc32 differs); the disk or the "
@@ -301,7 +313,21 @@ class ActivationDisk:
             yield
         except OSError as error:
             with self._lock:
-                self._failure = self._failure or error
+                is_first, self._failure = self._failure is None, self._failure or error
+            if is_first:
+                self.on_failure()
+
+
+def _fallocate(descriptor: int, num_bytes: int) -> bool:
+    """Reserve space for a file; False if its file system cannot."""
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        # Where a file system has no such call, glibc writes single bytes, which O_DIRECT refuses.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
 
 
 @contextlib.contextmanager

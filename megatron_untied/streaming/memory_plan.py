@@ -181,7 +181,7 @@ def _taken(sizes: LayerSizes, kind: _LayerPhase) -> tuple[Buffer, ...]:
             taken.append(d_out.tile if kind.park else head_chunks_buffer("d_out", attention))
         case Phase.ATTENTION_BACKWARD:
             plan = BackwardBuffers.plan(attention, sums_on_host=kind.park)
-            taken += [*buffers_of(plan), *ring_buffers(attention)]
+            taken += [*buffers_of(plan), *ring_buffers(attention, backward=True)]
             taken += out.send if kind.output_on_host else ()  # O is sent once more
             if kind.park:
                 taken += [*d_out.send, *d_out.recv]  # dO is sent, dQ received

@@ -42,7 +42,7 @@ class StepDropped(Exception):
 class StepDrop:
     """Lets all ranks abandon the step in flight at one mark of their :class:`StepProgress`.
 
-    Without a signal it costs one comparison per mark. After :meth:`request` on any rank, the signal
+    Until then it costs one comparison per mark. After :meth:`request` on any rank, the signal
     thread of each rank holds its training thread at the next mark and publishes the last one. The
     training threads stop at the first mark after all of those, so every collective that one rank
     has begun is completed by all. Publishing never waits for a training thread, which may be in a
@@ -61,22 +61,28 @@ class StepDrop:
         self._store, self._progress, self._timeout = store, progress, timeout
         self._keys = [f"mark of {each}" for each in range(world_size)]
         self._own = self._keys[rank]
-        self._holds, self._agreed = False, threading.Event()
+        self._holds = self._is_wanted = self._published = False
+        self._agreed = threading.Event()
         self._last_mark = 0  # of all ranks; valid once agreed
         progress.on_enter = self._on_enter
 
     def request(self) -> None:
-        """Ask all ranks to drop the step; for the signal thread."""
-        self._store.set("drop", "")
+        """Hold this rank at its next mark and ask all to drop the step; for any thread."""
+        self._holds = self._is_wanted = True
 
     def poll(self) -> None:
         """Take part in the agreement, if any rank has asked for it; for the signal thread."""
-        if self._agreed.is_set() or not self._store.check(["drop"]):
+        if self._agreed.is_set():
             return
-        if not self._holds:
-            # In this order: a mark that the training thread passes unheld is in what is read next.
-            self._holds = True
+        if self._is_wanted:
+            self._store.set("drop", "")
+        elif not self._store.check(["drop"]):
+            return
+        # In this order: a mark that the training thread passes unheld is in what is read next.
+        self._holds = True
+        if not self._published:
             self._store.set(self._own, str(self._progress.marks))
+            self._published = True
         if self._store.check(self._keys):
             self._last_mark = max(int(mark) for mark in self._store.multi_get(self._keys))
             self._agreed.set()
@@ -107,6 +113,7 @@ class SignalWatch:
         advice: Callable[[], str],
         announce: Callable[[str], None] | None = None,
         drop: StepDrop | None = None,
+        drops: bool = False,
     ):
         """Prepare the handlers.
 
@@ -115,10 +122,11 @@ class SignalWatch:
             rank: of this process.
             advice: returns the text after "SIGINT received on rank 0: exiting now; ".
             announce: called on rank 0, in another thread, with "SIGTERM received on rank 1".
-            drop: drops the step in flight at a postponed signal; None finishes it.
+            drop: drops the step in flight when that is requested.
+            drops: whether a postponed signal requests it; otherwise the step is finished.
         """
         self._store, self._rank = store, rank
-        self._advice, self._announce, self._drop = advice, announce, drop
+        self._advice, self._announce, self.drop, self._drops = advice, announce, drop, drops
         # SIGINT is never postponed: at a terminal, a step of hours is too long to wait for.
         self._postponable = () if announce is None else (signal.SIGTERM, signal.SIGHUP)
         self._announced = False
@@ -162,7 +170,7 @@ class SignalWatch:
     def _run(self) -> None:
         while True:
             announces = self._rank == 0 and self._announce is not None and not self._announced
-            listens = announces or self._drop is not None
+            listens = announces or self.drop is not None
             # These wake up to look into the store; the other ranks sleep until a signal.
             ready, _, _ = select([self._reader], [], [], LISTEN_SECONDS if listens else None)
             numbers = self._reader.recv(64) if ready else b""  # one byte per signal
@@ -174,17 +182,16 @@ class SignalWatch:
                 self._handle(number)
             if announces:
                 self._announce_of_any_rank()
-            if self._drop is not None:
+            if self.drop is not None:
                 with contextlib.suppress(dist.DistError):  # the next collective reports that
-                    self._drop.poll()
+                    self.drop.poll()
 
     def _handle(self, number: int) -> None:
         if number in self._postponable:
             self.postponed = number
             self._first("postponed", number)
-            if self._drop is not None:
-                with contextlib.suppress(dist.DistError):
-                    self._drop.request()
+            if self._drops:
+                self.drop.request()
             return
         if self._first("immediate", number) == [number, self._rank]:
             name = signal.Signals(number).name
@@ -263,22 +270,26 @@ def watch_training(
 
     With ``--exit-signal-handler``, SIGTERM and SIGHUP take effect at the end of the step, and rank
     0 prints at once what happens next and how long the step still takes. With
-    ``--save-on-signal-now`` too, they end the step within seconds, without its result.
+    ``--save-on-signal-now`` too, they end the step within seconds, without its result. So does a
+    disk of saved activations that fails.
     """
-    drops = config.loop.save_on_signal_now
+    drops, drop = config.loop.save_on_signal_now, None
 
     def announce(signaled: str) -> None:
         position, time_left = heartbeat.time_left()
         follows = what_follows(position, config.checkpoint.save, time_left, drops=drops)
         report.say(f"{signaled}: {follows}")
 
-    timeout = timedelta(minutes=config.distributed.timeout_minutes)
+    if drops or config.memory.activation_disk:
+        timeout = timedelta(minutes=config.distributed.timeout_minutes)
+        drop = StepDrop(store, launch.rank, launch.world_size, progress, timeout)
     return SignalWatch(
         store,
         launch.rank,
         advice=report.summary.resume_advice,
         announce=announce if config.loop.exit_signal_handler else None,
-        drop=StepDrop(store, launch.rank, launch.world_size, progress, timeout) if drops else None,
+        drop=drop,
+        drops=drops,
     )
 
 

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_untied.checkpoint import Progress, describe_loading
 from megatron_untied.config.run import RunConfig
@@ -20,6 +21,7 @@ from megatron_untied.planner.plan import Plan
 from megatron_untied.planner.search import describe_stage
 from megatron_untied.platform import device
 from megatron_untied.sharding.interface import ModelProvider
+from megatron_untied.streaming.copy_engine import Wait
 from megatron_untied.training.exits import EarlyExit, StepDropped
 from megatron_untied.training.guards import StepGuard
 from megatron_untied.training.initialize import Launch, errors_in_one_line
@@ -34,6 +36,7 @@ from megatron_untied.training.step import (
     StepResult,
     evaluate,
     global_batches,
+    require_disk,
     train_step,
 )
 
@@ -89,7 +92,7 @@ def pretrain(
             run.train_state.progress.begin(f"iteration {iteration}", step_units)
             try:
                 with profiler.step(iteration):
-                    result, seconds = timed_step(run, train_batches, forward_step, guard, iteration)
+                    step = timed_step(run, train_batches, forward_step, guard, iteration)
             except StepDropped:  # on all ranks, before the optimizer has changed anything
                 exit_reason = early_exit.signal()
                 saver.save(progress, is_last=True)
@@ -98,7 +101,7 @@ def pretrain(
             progress = replace(progress, iteration=iteration, consumed_samples=consumed_samples)
             if iteration <= first + 1:  # the first step makes Adam's moments, the second has them
                 compare_memory(run, iteration)
-            report.step(result, progress, seconds=seconds)
+            report.step(step.result, progress, seconds=step.seconds, waits=step.waits)
             device.reset_peak_device_bytes()  # the next step's peak, with an evaluation before it
             saver.poll()
             if config.evaluates_after(iteration):
@@ -129,25 +132,44 @@ def batches_of_stage(run: Run, progress: Progress, get_batch: GetBatch) -> Itera
     )
 
 
+class TimedStep(NamedTuple):
+    """A step, and its times on this rank."""
+
+    result: StepResult
+    seconds: float
+    """With reading the data."""
+    waits: dict[Wait, float]
+    """Seconds in which compute waited for the host and for disks."""
+
+
 def timed_step(
     run: Run,
     batches: Iterator[list[Batch]],
     forward_step: ForwardStep,
     guard: StepGuard,
     iteration: int,
-) -> tuple[StepResult, float]:
-    """One training step, and its seconds with reading the data; collective over all ranks."""
-    began = time.perf_counter()
-    result = train_step(
-        run.train_state,
-        next(batches),
-        num_samples=run.config.schedule_samples,
-        forward_step=forward_step,
-        guard=guard,
-        iteration=iteration,
-    )
-    device.synchronize()  # for the time of the step; the loss was read anyway
-    return result, time.perf_counter() - began
+) -> TimedStep:
+    """One training step; collective over all ranks."""
+    began, waits = time.perf_counter(), run.train_state.waits
+    if waits is not None:
+        waits.take()  # those of an evaluation before
+    try:
+        result = train_step(
+            run.train_state,
+            next(batches),
+            num_samples=run.config.schedule_samples,
+            forward_step=forward_step,
+            guard=guard,
+            iteration=iteration,
+        )
+    except StepDropped:
+        # All ranks are here. If a disk is the reason, the run ends: nothing more goes to it.
+        require_disk(run.train_state)
+        raise
+    # For the time of the step, and its waits; the loss was read anyway.
+    device.synchronize()
+    seconds = time.perf_counter() - began
+    return TimedStep(result, seconds, waits.take() if waits is not None else {})
 
 
 def load_and_describe(run: Run) -> Progress:

@@ -39,6 +39,10 @@ class IterationMetrics:
     peak_device_bytes: int
     """Peak of allocated bytes on rank 0 since the end of the step before; includes an evaluation or
     a checkpoint in between."""
+    host_wait_seconds: float
+    """For which compute on rank 0 waited for copies between device and host."""
+    disk_wait_seconds: float
+    """For which it waited for ``--activation-disk``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

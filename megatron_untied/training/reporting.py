@@ -7,6 +7,7 @@ them; our own fields follow. Only rank 0 prints and writes.
 import contextlib
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_untied.checkpoint.directory import iteration_folder
 from megatron_untied.config.run import RunConfig
 from megatron_untied.flops import step_flops
 from megatron_untied.platform import device
+from megatron_untied.streaming.copy_engine import Wait
 from megatron_untied.training.console import ProgressConsole
 from megatron_untied.training.initialize import Launch
 from megatron_untied.training.metrics import (
@@ -56,6 +58,8 @@ class LogLine:
     """Of ``consumed_samples``."""
     loss_spikes: int | None = None
     """Since the last line; None without ``--check-for-spiky-loss``."""
+    waits: dict[Wait, float] = field(default_factory=dict)
+    """Seconds per iteration on rank 0, for copies between device and host and for disks."""
 
     def __str__(self) -> str:
         """The line. The fields from tokens/s on are ours; the others are Megatron's."""
@@ -81,6 +85,11 @@ class LogLine:
             fields.append(f"consumed tokens: {self.consumed_tokens:12d}")
         if self.loss_spikes is not None:
             fields.append(f"number of loss spikes: {self.loss_spikes:3d}")
+        for source in sorted({wait.source for wait in self.waits}, reverse=True):  # host, disk
+            phases = {w.phase: s * 1000 for w, s in self.waits.items() if w.source == source}
+            longest = sorted(phases.items(), key=lambda item: -item[1])
+            named = ", ".join(f"{phase} {ms:.1f}" for phase, ms in longest)
+            fields.append(f"waits for {source} (ms): {sum(phases.values()):.1f} ({named})")
         return f" [{self.time:%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
 
 
@@ -185,6 +194,7 @@ class Reporter:
         )
         self._active, self._world_size = launch.rank == 0, launch.world_size
         self._since_line: list[IterationMetrics] = []
+        self._waits: Counter[Wait] = Counter()
         self._spikes = LossSpikes() if config.loop.check_for_spiky_loss else None
         self._open = contextlib.ExitStack()
         self.enter_stage(config)
@@ -224,13 +234,21 @@ class Reporter:
         if self._active:
             self._console.print(f" {line}")
 
-    def step(self, result: StepResult, progress: Progress, *, seconds: float) -> None:
+    def step(
+        self,
+        result: StepResult,
+        progress: Progress,
+        *,
+        seconds: float,
+        waits: dict[Wait, float],
+    ) -> None:
         """Report an optimizer step.
 
         Args:
             result: of the step.
             progress: iterations and samples done, including this step.
             seconds: duration of the step on this rank.
+            waits: seconds of it on this rank in which compute waited for the host and for disks.
         """
         # On all ranks: each may have to print resume advice when it is signaled.
         self.summary.progress = progress
@@ -238,6 +256,10 @@ class Reporter:
         self.summary.step_seconds += seconds
         if not self._active:
             return
+        totals = dict.fromkeys(("host", "disk"), 0.0)
+        for wait, waited in waits.items():
+            totals[wait.source] += waited
+        self._waits.update(waits)
         is_spike = self._spikes is not None and self._spikes.is_spike(result.lm_loss)
         metrics = IterationMetrics(
             iteration=progress.iteration,
@@ -252,6 +274,8 @@ class Reporter:
             tokens_per_second_per_gpu=self._config.batch.tokens / seconds / self._world_size,
             tflops_per_gpu=self._flops / 1e12 / seconds / self._world_size,
             peak_device_bytes=device.peak_device_bytes(),
+            host_wait_seconds=totals["host"],
+            disk_wait_seconds=totals["disk"],
         )
         for sink in self._sinks:
             sink.write(metrics)
@@ -329,7 +353,8 @@ class Reporter:
             seq_length=config.batch.seq_length,
             consumed_tokens=config.num_tokens(self.summary.start.data_start, last.iteration),
             loss_spikes=sum(step.loss_spike for step in steps) if self._spikes else None,
+            waits={wait: seconds / len(steps) for wait, seconds in self._waits.items()},
         )
         self._console.print(str(line))
         self._console.report(last.iteration)
-        self._since_line = []
+        self._since_line, self._waits = [], Counter()

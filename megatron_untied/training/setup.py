@@ -123,6 +123,9 @@ def set_up(
         timeout_seconds=config.distributed.timeout_minutes * 60,
         moved=report_progress,
     )
+    signals = watch_training(config, store.clone(), launch, report, heartbeat, progress)
+    if train_state.disk is not None:
+        train_state.disk.on_failure = signals.drop.request
     return Run(
         config=config,
         launch=launch,
@@ -134,7 +137,7 @@ def set_up(
         datasets=datasets.at_length(config.batch.seq_length),
         train_state=train_state,
         report=report,
-        signals=watch_training(config, store.clone(), launch, report, heartbeat, progress),
+        signals=signals,
         heartbeat=heartbeat,
         layer_passes=config.model.num_layers * config.batch.num_micro_batches(groups.dp.size()),
     )
@@ -143,7 +146,7 @@ def set_up(
 def open_activation_disk(disk: ActivationDisk, plans: Sequence[Plan]) -> None:
     """Reserve on the disks what the largest of the plans says; collective over all ranks.
 
-    From then on a failing disk ends the step on all ranks, before it updates weights.
+    From then on a failing disk ends the step on all ranks, which is dropped where it is.
 
     Raises:
         OSError: on every rank, if a folder has no room for it.

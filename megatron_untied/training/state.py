@@ -27,6 +27,7 @@ from megatron_untied.sharding.fsdp2 import FullSharding
 from megatron_untied.sharding.interface import ModelProvider, Sharding
 from megatron_untied.sharding.zero1 import MegatronSharding, build_scheduler
 from megatron_untied.step_progress import StepProgress
+from megatron_untied.streaming.copy_engine import Waits
 from megatron_untied.streaming.disk import ActivationDisk
 
 
@@ -44,6 +45,8 @@ class TrainState:
     """Position in the current step; the model records its phases in the same object."""
     disk: ActivationDisk | None = None
     """Where the model's saved activations go on to from the host."""
+    waits: Waits | None = None
+    """For copies between device and host, and for the disk; None if no layer can use them."""
 
     @property
     def model(self) -> nn.Module:
@@ -153,4 +156,5 @@ def build_train_state(
         ),
         progress=progress,
         disk=model.store and model.store.arena.disk,
+        waits=model.store and model.store.arena.engine.waits,
     )

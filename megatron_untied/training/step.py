@@ -209,9 +209,7 @@ def compute_gradients(
     sharding = train_state.sharding
     sharding.zero_grad()
     losses = forward_backward(train_state, batches, total_weight, forward_step)
-    if train_state.disk is not None:
-        with errors_in_one_line():  # before the NaN that a failed read leaves is looked at
-            raise_on_all_ranks(train_state.disk.require_no_failure)
+    require_disk(train_state)  # before the NaN that a failed read leaves is looked at
     with train_state.progress.phase(Phase.OPTIMIZER):
         norm = sharding.gradient_norm()
         # Tensor-parallel ranks have the same loss: the first of them counts.
@@ -229,6 +227,13 @@ def compute_gradients(
         is_finite=is_finite,
         replays_equal=replays_equal,
     )
+
+
+def require_disk(train_state: TrainState) -> None:
+    """End the run on all ranks if a disk of saved activations has failed on one; collective."""
+    if train_state.disk is not None:
+        with errors_in_one_line():
+            raise_on_all_ranks(train_state.disk.require_no_failure)
 
 
 def forward_backward(

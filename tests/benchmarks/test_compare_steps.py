@@ -1,8 +1,10 @@
-from benchmarks.compare_steps import setting, step_seconds, table
+from benchmarks.compare_steps import ROOT, setting, step_seconds, table
 
 
 def test_a_setting_is_a_name_and_flags():
-    assert setting("one=--lr 1e-3 --seed=7") == ("one", ["--lr", "1e-3", "--seed=7"])
+    assert setting("one=--lr 1e-3 --seed=7") == ("one", ROOT, ["--lr", "1e-3", "--seed=7"])
+    name, code, flags = setting("older@../other=--seed=7")
+    assert (name, code.name, code.is_absolute(), flags) == ("older", "other", True, ["--seed=7"])
 
 
 def test_ratios_are_those_within_a_round():
@@ -17,4 +19,4 @@ def test_ratios_are_those_within_a_round():
 def test_a_run_has_a_step_time():
     flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 "
     run = (flags + "--vocab-size 50 --train-iters 3 --num-workers 0").split()
-    assert 0.0 < step_seconds(1, run) < 60.0
+    assert 0.0 < step_seconds(1, ROOT, run) < 60.0

@@ -376,9 +376,9 @@ def test_refuses_weights_alone_where_training_should_go_on(unsummed, config):
     ("name", "data", "text"),
     [
         ("state.json", b"[]", "state.json is not a JSON object"),
-        ("state.json", b"{}", "state.json is not a checkpoint's state ('progress')"),
+        ("state.json", b"{}", "state.json: StoredState has unknown [], missing ['optimizer_step'"),
         ("run_config.json", b"[1]", "run_config.json is not a JSON object"),
-        ("run_config.json", b'{"model": "x"}', "run_config.json holds no architecture"),
+        ("run_config.json", b'{"model": "x"}', "run_config.json: model is no object"),
         ("random_00001.pt", b"junk", "random_00001.pt is damaged; give --no-load-rng"),
     ],
 )

@@ -54,15 +54,17 @@ def check_workspace(group, num_ulysses, dtype):
                 workspace = Workspace()
                 attention = Attention(CpuFlash(), Mask())
                 if num_ring > 1:
-                    attention = RingAttention(CpuFlash(), Mask(), Ring(ring_group), workspace)
+                    ring = Ring(ring_group)
+                    attention = RingAttention(CpuFlash(), Mask(), ring, workspace, overlap=overlap)
                 schedule = head_schedule(h, g, num_ulysses, chunk, overlap=overlap)
                 ulysses = UntiedUlysses(schedule, D, ulysses_group, workspace)
                 y = attention_forward(x, rotary, ulysses, attention)
                 attention_backward(y[0], x, y, rotary, ulysses, attention)
                 rank = ulysses_group.rank()
                 sizes = Sizes(
-                    schedule=schedule, rank=rank, n=N, b=B, d=D, dtype=dtype, num_ring=num_ring
-                )
+                    schedule=schedule, rank=rank, n=N, b=B, d=D, dtype=dtype, num_ring=num_ring,
+                    ring_overlap=overlap,
+                )  # fmt: skip
                 case = h, g, chunk, overlap
                 assert workspace.num_bytes == planned_bytes(sizes), case
 

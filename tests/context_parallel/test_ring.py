@@ -1,6 +1,7 @@
 """Attention over a ring, alone and behind an exchange of heads, against the whole sequence."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -132,9 +133,12 @@ def check_every_chunk_size(group, num_ulysses, geometries, block_size=3):
     for h, g in geometries:
         for packed in (False, True):
             case = Case(h, g, 2 * group.size() * block_size, packed=packed)
-            attention = RingAttention(CpuFlash(), case.mask, ring, workspace)
             for chunk in legal_heads_per_chunk(h, num_ulysses):
-                schedule = head_schedule(h, g, num_ulysses, chunk, overlap=num_ulysses > 1)
+                overlap = chunk != h or packed  # of all heads only exchanges of the ring could
+                attention = RingAttention(CpuFlash(), case.mask, ring, workspace, overlap=overlap)
+                schedule = head_schedule(
+                    h, g, num_ulysses, chunk, overlap=overlap and num_ulysses > 1
+                )
                 ulysses = UntiedUlysses(schedule, D, ulysses_group, workspace)
                 results = run_chunks(case, ulysses, attention, layout)
                 for name, error in relative_errors(case, results, layout).items():
@@ -152,9 +156,9 @@ def test_every_chunk_size_equals_plain_attention(num_ulysses, num_ring):
     run_on_ranks(check_every_chunk_size, num_ulysses * num_ring, num_ulysses, GEOMETRIES)
 
 
-def ring_results(case, ring, layout, workspace):
+def ring_results(case, ring, layout, workspace, *, overlap=True):
     """One call of ring attention on this rank's blocks, without any exchange of heads."""
-    attention = RingAttention(CpuFlash(), case.mask, ring, workspace)
+    attention = RingAttention(CpuFlash(), case.mask, ring, workspace, overlap=overlap)
     x = case.shard(layout)
     out, dq = torch.empty_like(x.q), torch.empty_like(x.q)
     lse = attention.forward(x, out=out)
@@ -211,10 +215,11 @@ def check_timing(group):
     layout = SequenceLayout(num_ulysses=1, num_ring=group.size(), rank=group.rank())
     case = Case(4, 2, 2 * group.size() * 3, packed=True)
     usual, *others = (
-        ring_results(case, kind(group), layout, Workspace()) for kind in (Ring, LateRing, EarlyRing)
+        ring_results(case, kind(group), layout, Workspace(), overlap=overlap)
+        for overlap in (True, False)
+        for kind in (Ring, LateRing, EarlyRing)
     )
-    assert all(map(torch.equal, usual, others[0]))
-    assert all(map(torch.equal, usual, others[1]))
+    assert all(all(map(torch.equal, usual, other)) for other in others)
 
 
 @pytest.mark.parametrize("num_ring", [2, 3, 4])
@@ -251,18 +256,21 @@ def test_the_error_does_not_grow_with_the_ring(dtype):
     assert (errors[4] < 1.3 * errors[1]).all(), errors
 
 
-def check_buffers_and_traffic(group):
+def check_buffers_and_traffic(group, overlap):
     """In bytes of q and of k in bf16; v is as large as k."""
     r, workspace, ring = group.size(), Workspace(), Ring(group)
     layout = SequenceLayout(num_ulysses=1, num_ring=r, rank=group.rank())
     case = Case(4, 2, 2 * r * 6, dtype=torch.bfloat16)
     x = case.shard(layout)
-    attention, out = RingAttention(CpuFlash(), case.mask, ring, workspace), torch.empty_like(x.q)
+    attention = RingAttention(CpuFlash(), case.mask, ring, workspace, overlap=overlap)
+    out, d_out = torch.empty_like(x.q), torch.ones_like(x.q)
     y = Attended(out, attention.forward(x, out=out))
     sent = ring.counter.sent_bytes
     before = workspace.num_allocations, workspace.num_bytes
-    assert before[1] == 2 * size(x.q) + min(r - 1, 3) * 2 * size(x.k)
-    attention.backward(out, x, y, dq=torch.empty_like(x.q), dkv=Accumulator(x.k))
+    assert before[1] == 2 * size(x.q) + overlap * min(r - 1, 3) * 2 * size(x.k)
+    if r == 2:  # its backward has no fp32 sum
+        workspace.held["ring_total"].fill_(torch.nan)
+    attention.backward(d_out, x, y, dq=torch.empty_like(x.q), dkv=Accumulator(x.k))
     assert (workspace.num_allocations, workspace.num_bytes) == before
     total = torch.tensor([sent, ring.counter.sent_bytes - sent])
     dist.all_reduce(total, group=group)
@@ -274,9 +282,35 @@ def size(x: torch.Tensor) -> int:
     return x.numel() * x.element_size()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_ring", [2, 3, 4])
-def test_buffers_and_traffic_are_as_documented(num_ring):
-    run_on_ranks(check_buffers_and_traffic, num_ring)
+def test_buffers_and_traffic_are_as_documented(num_ring, overlap):
+    run_on_ranks(check_buffers_and_traffic, num_ring, overlap)
+
+
+def check_two_parts_of_dq(group):
+    """In bf16: the sum of both parts, rounded once, as with fp32 memory for it."""
+    layout = SequenceLayout(num_ulysses=1, num_ring=2, rank=group.rank())
+    case = Case(4, 2, 24, dtype=torch.bfloat16, packed=True)
+    parts, kernel = [], CpuFlash()
+
+    def backward(d_out, x, y, *, into, mask):
+        CpuFlash.backward(kernel, d_out, x, y, into=into, mask=mask)
+        parts.append(into.dq.float())
+
+    attention = RingAttention(mock.Mock(wraps=kernel, backward=backward), case.mask, Ring(group),
+                              Workspace())  # fmt: skip
+    x, d_out = case.shard(layout), layout.shard(case.d_out, dim=0).clone()
+    out, dq = torch.empty_like(x.q), torch.empty_like(x.q)
+    lse = attention.forward(x, out=out)
+    attention.backward(d_out, x, Attended(out, lse), dq=dq, dkv=Accumulator(x.k))
+    total, second = parts
+    total[len(total) - len(second) :] += second  # all rows, or the late ones
+    assert torch.equal(dq, total.bfloat16())
+
+
+def test_two_parts_of_dq_are_summed_as_in_fp32():
+    run_on_ranks(check_two_parts_of_dq, 2)
 
 
 def loss_and_gradients(parallel, groups, data):

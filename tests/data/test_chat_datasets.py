@@ -218,6 +218,14 @@ def test_splits_are_of_chats_in_the_order_of_the_file(folder, tmp_path):
     [
         ([chat(0), {"text": "a"}], {}, r"chats.jsonl:2: no chat: it needs messages"),
         ([chat(0), {"messages": [said("bot", "a")]}], {}, r"chats.jsonl:2: .*unknown role 'bot'"),
+        ([chat(0) | {"tools": 3}], {}, r"chats.jsonl:1: tools is no list of objects"),
+        ([chat(0) | {"chat_template_kwargs": [1]}], {}, r":1: chat_template_kwargs is not an obj"),
+        ([{"messages": [said("user", ["a"])]}], {}, r":1: the content of message 1 is a list; it"),
+        (
+            [{"messages": [said("assistant", "", tool_calls=[{"function": "f"}])]}],
+            {},
+            r":1: tool_calls of message 1 are no list of calls with names",
+        ),
         ([], {}, r"chats.jsonl holds no chats"),
         ([CHATS["without a turn"]], {}, "no trained tokens in 1 chats under --loss-on completion"),
         (

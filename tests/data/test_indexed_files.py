@@ -88,6 +88,16 @@ def test_rejects_impossible_lengths_and_bounds(prefix, offset, data):
         open_indexed_files(prefix)
 
 
+@pytest.mark.parametrize(
+    ("offset", "data"), [(34 + 12 + 8, struct.pack("<q", 2)), (102 - 24, struct.pack("<q", 2))]
+)
+def test_rejects_documents_in_another_place(prefix, offset, data):
+    """Megatron-core would read the tokens of another document there."""
+    overwrite(prefix + ".idx", offset, data)
+    with pytest.raises(ValueError, match=r"data.idx places document 1 elsewhere than behind"):
+        open_indexed_files(prefix)
+
+
 def test_rejects_an_index_of_no_documents(prefix):
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 0, 1)
     with open(prefix + ".idx", "wb") as file:

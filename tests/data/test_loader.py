@@ -1,9 +1,13 @@
+import multiprocessing
+import os
+import signal
 from itertools import islice
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
+from megatron_untied.data import loader
 from megatron_untied.data.loader import micro_batches
 
 
@@ -96,3 +100,50 @@ def test_nothing_is_read_after_a_stop(num_workers, rank):
     sizes = {"size": 2, "num_workers": num_workers, "consumed_samples": 8, "stop": 16}
     batches = [[8, 9], [12, 13]] if rank == 0 else [[10, 11], [14, 15]]
     assert order(10, rank=rank, **sizes) == batches
+
+
+class Work(Numbered):
+    """Dealt by work, so that the order within a global batch is another."""
+
+    attention_work = torch.arange(50).flip(0).numpy() % 7
+
+
+class Deadly(Numbered):
+    """Kills the worker that reads sample 11."""
+
+    def __getitem__(self, index):
+        if index == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def reading(dataset, num_workers=2):
+    return micro_batches(
+        dataset, consumed_samples=4, micro_batch_size=1, data_parallel_rank=1,
+        data_parallel_size=2, num_workers=num_workers, global_batch_size=8,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dataset", [Numbered(), pytest.param(Work(), marks=pytest.mark.slow)])
+def test_samples_go_on_exactly_when_workers_are_killed(dataset, caplog):
+    """The loader looks every five seconds whether workers live."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    expected = [batch["number"].item() for batch in islice(reading(dataset, 0), 20)]
+    batches, found = reading(dataset), []
+    assert signal.getsignal(signal.SIGCHLD) == handler, "nothing is raised between two batches"
+    for count in range(20):
+        if count == 5:
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid, signal.SIGKILL)
+        found.append(next(batches)["number"].item())
+    assert found == expected
+    assert "a data worker of --num-workers ended" in caplog.text
+    assert "\n" not in caplog.records[0].message
+
+
+def test_workers_that_end_again_and_again_end_the_run(caplog, monkeypatch):
+    monkeypatch.setattr(loader, "MAX_FAILURES", 1)
+    batches = reading(Deadly(), 1)
+    with pytest.raises(ChildProcessError, match=r"ended .*give fewer --num-workers"):
+        list(islice(batches, 10))
+    assert len(caplog.records) == 1

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import resource
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from megatron_untied.checkpoint import (
 from megatron_untied.training.initialize import UserError
 from megatron_untied.training.reporting import Reporter
 from megatron_untied.training.saving import CheckpointSaver
+from tests.support.full_disks import full_after
 from tests.support.optimizer_run import Split, small_run
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_run import train
@@ -47,17 +47,6 @@ class Fault:
         is_file = event in ("open", "os.mkdir") and self.words is not None
         if is_file and self.words in str(arguments[0]) and arguments[1] != "r":
             raise OSError(self.code, os.strerror(self.code), str(arguments[0]))
-
-
-@contextlib.contextmanager
-def full_after(num_bytes: int):
-    """No file of this process grows beyond so many bytes, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 FAULTS = {

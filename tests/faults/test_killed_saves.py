@@ -1,6 +1,6 @@
 """Kill ranks with SIGKILL, mostly while they save: the latest complete checkpoint always loads.
 
-The seed of the moments is FAULT_SEED in the environment, or 0.
+``--fault-seed`` chooses other moments.
 """
 
 import itertools
@@ -27,7 +27,6 @@ from tests.checkpoint.warnings import recorded_warnings
 from tests.support.launch import launch
 from tests.support.optimizer_run import Split, small_run
 
-SEED = int(os.environ.get("FAULT_SEED", "0"))  # noqa: TID251 - of tests alone
 RANKS = 2
 RUN = Provenance(run_id="a")
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove"}
@@ -118,9 +117,9 @@ def require_whole(folder: Path) -> None:
         checksums.require(part, data)
 
 
-def kill_often(tmp_path: Path, num_kills: int) -> list[str]:
+def kill_often(tmp_path: Path, num_kills: int, seed: int) -> list[str]:
     """Kill and restart a run so often; what its loads have logged."""
-    drawn, path, said, latest = random.Random(SEED), tmp_path / "c", [], 0
+    drawn, path, said, latest = random.Random(seed), tmp_path / "c", [], 0
     for number in range(num_kills):
         kind = drawn.choice(["training", "write", "file", "file"])
         moment = kind, drawn.randint(1, MOMENTS[kind])
@@ -130,7 +129,7 @@ def kill_often(tmp_path: Path, num_kills: int) -> list[str]:
         outputs = launch(
             save_until_killed, RANKS, tmp_path, *arguments, wait_for=[victim], timeout=100
         )
-        place = f"kill {number} of seed {SEED}: rank {victim} at {moment}"
+        place = f"kill {number} of seed {seed}: rank {victim} at {moment}"
         place += " in the background" * in_background
         assert record.exists(), f"{place}: not loaded\n{outputs}"
         # The others may fail in a collective with the victim, but it ends by SIGKILL alone.
@@ -145,14 +144,14 @@ def kill_often(tmp_path: Path, num_kills: int) -> list[str]:
     return said
 
 
-def test_kills_at_random_moments(tmp_path):
-    said = kill_often(tmp_path, 20)
+def test_kills_at_random_moments(tmp_path, fault_seed):
+    said = kill_often(tmp_path, 20, fault_seed)
     assert any("was not saved completely, and is skipped" in line for line in said)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_many_kills_at_random_moments(tmp_path):
-    said = kill_often(tmp_path, 200)
+def test_many_kills_at_random_moments(tmp_path, fault_seed):
+    said = kill_often(tmp_path, 200, fault_seed)
     assert any("was not saved completely, and is skipped" in line for line in said)
     assert any("is skipped; --ckpt-step" in line for line in said), "none before the tracker moved"

@@ -98,6 +98,11 @@ SLOW = {
     "ring": SELECTIVE + "--cp-comm-type p2p --cp-heads-per-chunk 4",
     "ring of groups": SELECTIVE
     + "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4 --no-cp-overlap",
+    "ring of two, parked": ON_HOST
+    + "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2 --park-during-attention "
+    "--seq-length 1048576",
+    "ring of two, overlapped": SELECTIVE
+    + "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2 --seq-length 524288",
     "tensor parallel": SELECTIVE + TENSOR,
     "one rank": SELECTIVE + "--context-parallel-size 1 --cp-heads-per-chunk 4 --seq-length 16384",
     "tied": SELECTIVE + "--model llama3.2-1b --num-layers 4",

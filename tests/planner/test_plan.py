@@ -231,3 +231,14 @@ def test_sizes_are_found_anew_at_every_length():
         for flag in ("--cp-overlap", "--no-cp-overlap")
     )
     assert with_it < without == longest(made, with_host=False)
+
+
+def test_a_ring_of_two_with_everything_on_the_host_takes_less_than_3_5_h():
+    flags = (
+        "--model qwen3-32b --seq-length 5242880 --bf16 --use-torch-fsdp2 --optimizer-cpu-offload "
+        "--context-parallel-size 16 --cp-comm-type a2a+p2p --cp-heads-per-chunk 8 "
+        "--hierarchical-context-parallel-sizes 8 2 --no-cp-overlap --loss-chunk-size 2048 "
+        "--recompute-granularity selective --cpu-offloading-num-layers all --park-during-attention"
+    )
+    found = Plan(run_config(flags, world_size=16), machine(nodes=2))
+    assert found.peak.num_bytes < 3.5 * found.geometry.residual_bytes

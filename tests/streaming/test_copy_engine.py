@@ -14,9 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_untied.streaming.copy_engine import CopyEngine, CpuStreams, contiguous_pieces
+from megatron_untied.streaming import copy_engine
+from megatron_untied.streaming.copy_engine import CopyEngine, CpuStreams, Waits, contiguous_pieces
 from megatron_untied.streaming.host_arena import HostArena, allocate_pageable
-from tests.support.simulated_streams import EDGES, ORDERS, SimulatedStreams, in_random_order
+from tests.support.simulated_streams import (
+    EDGES,
+    ORDERS,
+    LateStreams,
+    SimulatedStreams,
+    in_random_order,
+)
 
 SHAPE = (3, 2)
 
@@ -189,3 +196,42 @@ def test_rejects_another_shape_or_dtype():
 def test_rejects_a_strided_last_dimension():
     with pytest.raises(AssertionError, match="last dimension"):
         CopyEngine(CpuStreams()).copy_out(torch.ones(3, 4).t(), torch.empty(4, 3), after=None)
+
+
+def test_a_wait_counts_in_the_phase_that_waits_and_once():
+    streams, phases = LateStreams(), iter(["forward", "backward", "forward"])
+    engine = CopyEngine(streams)
+    engine.waits.phase = lambda: next(phases)
+    a, b, c = (engine.copy_out(torch.ones(4), torch.empty(4), after=None) for _ in range(3))
+    a.wait()
+    c.wait()  # and for b, which is before it in its stream
+    b.wait()
+    a.wait()
+    assert engine.waits.take() == {("host", "forward"): 1.0, ("host", "backward"): 2.0}
+    assert next(phases) == "forward"  # what is done is not counted
+    assert engine.waits.take() == {}
+
+
+def test_waits_that_compute_has_not_come_to_are_counted_later():
+    streams = SimulatedStreams()
+    engine = CopyEngine(streams)
+    engine.copy_out(torch.ones(4), torch.empty(4), after=None).wait()
+    assert engine.waits.take() == {}
+    streams.drain(ORDERS[0])
+    assert engine.waits.take().keys() == {("host", "")}
+
+
+def test_on_a_cpu_copies_take_the_time_of_compute(monkeypatch):
+    engine = CopyEngine(CpuStreams())
+    clock = iter([10.0, 12.5])
+    monkeypatch.setattr(copy_engine.time, "perf_counter", lambda: next(clock))
+    engine.copy_in(torch.ones(4), torch.empty(4), after=None).wait()
+    assert engine.waits.take() == {("host", ""): 2.5}
+
+
+def test_waits_that_nobody_takes_are_added_up():
+    waits = Waits(CpuStreams())
+    for _ in range(2 * Waits.MOST_PENDING + 1):
+        with waits.counted("disk"):
+            pass
+    assert len(waits._pending) == 1

@@ -4,6 +4,7 @@ Requests to the disk run late and in random order (:class:`LateThreads`), copies
 (:class:`LateStreams`).
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -26,7 +27,7 @@ from megatron_untied.streaming.host_arena import (
     _Segment,
     allocate_pageable,
 )
-from tests.faults.test_failing_disks import full_after
+from tests.support.full_disks import full_after, mounted
 from tests.support.late_threads import LateThreads
 from tests.support.simulated_streams import LateStreams
 
@@ -95,6 +96,7 @@ class RandomProgram:
     def __init__(self, folder, seed: int):
         self.random = random.Random(seed)
         self.arena = arena_on(folder, seed=seed, capacity_bytes=6 * PAGE_BYTES)
+        self.arena.disk.postpones_failures = True
         self.slots, self.values, self.wrong = {}, {}, 0
 
     def run(self, num_operations: int = 60) -> int:
@@ -150,13 +152,32 @@ def test_every_wait_for_the_disk_is_needed(tmp_path, edge):
 
     def failed_or_wrong(seed: int) -> bool:
         program = RandomProgram(tmp_path, seed)
-        try:  # what is read before it was written has no checksum yet
-            return program.run() > 0 or program.arena.disk._failure is not None
-        except KeyError:
-            return True
+        # What is read before it was written has no checksum yet.
+        return program.run() > 0 or program.arena.disk._failure is not None
 
     with mock.patch.object(owner, name, without_wait):
         assert any(map(failed_or_wrong, range(60)))
+
+
+def test_a_late_request_counts_in_the_phase_that_waits(tmp_path, monkeypatch):
+    """Not in the one that started it, and not where it is over by then."""
+    arena, phase = arena_on(tmp_path), "forward"
+    arena.engine.waits.phase = lambda: phase
+    streams, read = arena.engine.streams, os.preadv
+
+    def late(*args):
+        streams.clock += 100
+        return read(*args)
+
+    monkeypatch.setattr(os, "preadv", late)
+    slot = stored(arena, random_values(0, PAGE_BYTES))
+    assert arena.engine.waits.take() == {("host", "forward"): 1.0, ("disk", "forward"): 0.0}
+    slot.fetch()
+    phase = "backward"
+    contents(slot)
+    contents(slot)
+    slot.release()
+    assert arena.engine.waits.take() == {("host", "backward"): 2.0, ("disk", "backward"): 100.0}
 
 
 @pytest.mark.parametrize("copy", ["the copy out", "the copy in"])
@@ -272,6 +293,35 @@ def test_no_room_is_said_with_what_is_free(tmp_path):
         arena.disk.postpones_failures = True
         stored(arena, random_values(0, 20 * PAGE_BYTES))
     with pytest.raises(OSError, match="has no room"):
+        arena.disk.require_no_failure()
+
+
+def test_no_room_on_a_small_file_system_is_found_at_the_start(tmp_path):
+    with mounted("tmpfs", tmp_path, 16 * PAGE_BYTES):
+        arena_on(tmp_path).disk.open(16 * PAGE_BYTES)
+        with pytest.raises(OSError, match=r"has no room for .*No space left on device"):
+            arena_on(tmp_path).disk.open(17 * PAGE_BYTES)
+
+
+@pytest.mark.parametrize("kind", ["ext2", "double"])
+def test_where_space_cannot_be_reserved_a_full_disk_is_found_at_a_write(tmp_path, kind):
+    folder, values = tmp_path / "disk", [random_values(i, 20 * PAGE_BYTES) for i in range(15)]
+    folder.mkdir()
+    refused = mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.EOPNOTSUPP, ""))
+    with contextlib.ExitStack() as stack:
+        if kind == "ext2":
+            stack.enter_context(mounted(kind, folder, 1 << 20))
+        else:
+            stack.enter_context(refused)
+            stack.enter_context(full_after(250 * PAGE_BYTES))
+        arena = arena_on(folder)
+        arena.disk.open(300 * PAGE_BYTES)  # more than there is
+        assert f"; {folder} cannot reserve space: if it is full," in arena.disk.describe()
+        arena.disk.postpones_failures = True
+        slots = [stored(arena, each) for each in values]
+        assert all((contents(slot) == disk_module.POISON).all() for slot in slots)
+    what = "No space left on device" if kind == "ext2" else "File too large"
+    with pytest.raises(OSError, match=f"{folder} failed to write saved activations: {what}"):
         arena.disk.require_no_failure()
 
 

@@ -23,6 +23,9 @@ class Event:
     def synchronize(self) -> None:
         run_until(self)
 
+    def query(self) -> bool:
+        return self.is_done
+
 
 @dataclass(eq=False)
 class SimulatedStream:
@@ -69,6 +72,13 @@ class SimulatedStreams:
     def launch(self, stream: SimulatedStream, work: Callable[[], None]) -> None:
         stream.queue.append((None, work))
 
+    def mark(self) -> Event:
+        return self.compute.record_event()
+
+    def seconds(self, begin: Event, end: Event) -> float | None:
+        """Their order takes no time; only whether compute came there is known."""
+        return 0.0 if end.is_done else None
+
     def drain(self, choose: Callable[[list[SimulatedStream]], SimulatedStream]) -> None:
         """Run all, each time the head of a stream that ``choose`` picks among the ready ones."""
         streams = self.compute, self.copy_out, self.copy_in
@@ -108,6 +118,18 @@ class LateStreams:
         self.compute = ImmediateStream()
         self.copy_out = SimulatedStream("copy_out", dropped=None)
         self.copy_in = SimulatedStream("copy_in", dropped=None)
+        self.clock = 0.0
+        """Seconds: each copy takes one."""
 
     def launch(self, stream: SimulatedStream, work: Callable[[], None]) -> None:
-        stream.queue.append((None, work))
+        def copy() -> None:
+            work()
+            self.clock += 1
+
+        stream.queue.append((None, copy))
+
+    def mark(self) -> float:
+        return self.clock
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin

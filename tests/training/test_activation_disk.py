@@ -13,15 +13,19 @@ from unittest import mock
 import pytest
 
 import pretrain_gpt
+from megatron_untied.phases import Phase
 from megatron_untied.planner.machine import HOST_RESERVE_GIB, this_machine
 from megatron_untied.planner.plan import Plan
 from megatron_untied.step_progress import StepProgress
 from megatron_untied.streaming.disk import ActivationDisk
+from megatron_untied.training import exits
 from megatron_untied.training.initialize import UserError, initialize
 from megatron_untied.training.metrics import read_metrics
 from megatron_untied.training.state import build_train_state
 from megatron_untied.training.step import train_step
 from tests.support.command_line import command_line, tiny_config
+from tests.support.full_disks import mounted
+from tests.support.late_device import late_device
 from tests.support.late_threads import LateThreads
 from tests.support.launch import launch
 from tests.support.ranks import run_on_ranks
@@ -150,14 +154,69 @@ REQUESTS_OF_A_STEP = 80
 """Four micro-batches write and read two layers: an input and four chunks of heads each."""
 
 
+def waits_of_a_step(group, folder, late_read):
+    """Of a step on a device that ends nothing before it is waited for; copies take a second."""
+    flags = RUN | {"park_during_attention": True, "activation_disk": folder}
+    config, read, reads = tiny_config(group.size(), **flags), os.preadv, []
+    with late_device() as device:
+        groups = initialize(config, launch_of(group))
+        state = build_train_state(pretrain_gpt.model_provider, config, groups, StepProgress())
+
+        def late(*arguments):
+            reads.append(state.progress.current_phase)
+            if len(reads) == late_read:
+                device.engines[0].streams.clock += 1000
+            return read(*arguments)
+
+        with mock.patch.object(os, "preadv", late):
+            forward_step = pretrain_gpt.forward_step
+            train_step(state, [batch_of(groups, seed=0)], num_samples=4, forward_step=forward_step)
+        return state.waits.take(), reads[-1:]
+
+
+def test_a_late_read_is_charged_to_the_phase_that_waited_for_it(tmp_path):
+    usual = run_on_ranks(waits_of_a_step, 2, str(tmp_path), None)
+    for (plain, read_in), (late, _) in zip(
+        usual, run_on_ranks(waits_of_a_step, 2, str(tmp_path), 1), strict=True
+    ):
+        assert read_in == [Phase.MLP_BACKWARD]  # it was started in the layer after
+        assert {wait.source for wait in plain} == {"host", "disk"}
+        assert {wait.phase for wait in plain} >= {Phase.ATTENTION_FORWARD, Phase.QKV_BACKWARD}
+        longer = {wait: late[wait] - plain[wait] for wait in late if late[wait] != plain[wait]}
+        assert longer == {("disk", Phase.MLP_BACKWARD): 1000.0}
+
+
+MICRO_BATCHES = 4
+
+
+def error_and_calls(group, flags):
+    """Of a run that fails: its line, and how many micro-batches began."""
+    calls, forward_step = [], pretrain_gpt.forward_step
+
+    def counted(*arguments):
+        calls.append(1)
+        return forward_step(*arguments)
+
+    with (
+        mock.patch.object(pretrain_gpt, "forward_step", counted),
+        mock.patch.object(exits, "LISTEN_SECONDS", 0.05),
+    ):
+        try:
+            train(group, **RUN | flags)
+        except UserError as error:
+            return str(error), len(calls)
+
+
 def fail_in_step_two(group, folder, what, after):
-    """The error of a run whose disk fails on rank 1 after so many requests."""
+    """:func:`error_and_calls` of a run whose disk fails on rank 1 after so many requests."""
     calls = []
 
     def failing(call, writes: bool):
         def request(descriptor, parts, offset):
             calls.append(offset)
             fails = group.rank() == 1 and len(calls) > after and writes == (what == "write")
+            if fails and what == "short":
+                return 0
             if fails and what != "bit":
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             count = call(descriptor, parts, offset)
@@ -171,22 +230,59 @@ def fail_in_step_two(group, folder, what, after):
         mock.patch.object(os, "pwritev", failing(os.pwritev, True)),
         mock.patch.object(os, "preadv", failing(os.preadv, False)),
     ):
-        try:
-            train(group, **RUN, activation_disk=folder, save=f"{folder}/saved", save_interval=1)
-        except UserError as error:
-            return str(error)
+        saves = {"save": f"{folder}/saved", "save_interval": 1}
+        return error_and_calls(group, {"activation_disk": folder, **saves})
 
 
-@pytest.mark.parametrize("what", ["write", "read", "bit"])
-def test_a_failing_disk_ends_the_run_before_weights_are_updated(tmp_path, what):
+@pytest.mark.parametrize("what", ["write", "read", "bit", "short"])
+def test_a_failing_disk_ends_the_run_where_it_is(tmp_path, what):
+    """In the first micro-batch of the second step."""
     answers = run_on_ranks(fail_in_step_two, 2, str(tmp_path), what, REQUESTS_OF_A_STEP + 3)
-    assert len(set(answers)) == 1
-    said = {"write": "failed to write", "read": "failed to read", "bit": "crc32 differs"}[what]
-    assert answers[0].startswith(f"error: --activation-disk {tmp_path}")
-    assert said in answers[0]
-    assert "(rank 1 on " in answers[0]
+    assert one_line(answers, tmp_path).count("(rank 1 on ") == 1
+    said = {"write": "failed to write", "read": "failed to read", "bit": "crc32 differs"}
+    assert said.get(what, "the file ends after 0 of") in answers[0][0]
     tracker = tmp_path / "saved/latest_checkpointed_iteration.txt"
     assert tracker.read_text().strip() == "1"
+
+
+def one_line(answers: list[tuple[str, int]], folder: Path, steps_before: int = 1) -> str:
+    """The line that all ranks end with, in the first or second micro-batch of a step."""
+    lines, calls = zip(*answers, strict=True)
+    assert len(set(lines)) == 1
+    assert lines[0].startswith(f"error: --activation-disk {folder}")
+    assert "\n" not in lines[0]
+    assert all(0 < each - steps_before * MICRO_BATCHES <= 2 for each in calls)
+    return lines[0]
+
+
+def fill(group, folder, limit):
+    """:func:`error_and_calls` on a disk of so many bytes; None: on that of the folder."""
+    if limit is None:
+        return error_and_calls(group, {"activation_disk": folder})
+    write = os.pwritev
+
+    def limited(descriptor, parts, offset):
+        if offset + len(parts[0]) > limit:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, parts, offset)
+
+    refused = mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.EOPNOTSUPP, ""))
+    with refused, mock.patch.object(os, "pwritev", limited):
+        return error_and_calls(group, {"activation_disk": folder})
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext2", "double"])
+def test_a_disk_that_fills_up_ends_the_run(tmp_path, kind):
+    """At its start if space can be reserved, else at the write for which there is none."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    size = {"tmpfs": 1 << 16, "ext2": 1 << 16, "double": 1 << 14}[kind]
+    with contextlib.nullcontext() if kind == "double" else mounted(kind, folder, size):
+        answers = run_on_ranks(fill, 2, str(folder), size if kind == "double" else None)
+    if kind == "tmpfs":
+        assert all("has no room for" in said and calls == 0 for said, calls in answers)
+    said = answers[0][0] if kind == "tmpfs" else one_line(answers, folder, steps_before=0)
+    assert "No space left on device" in said
 
 
 def start(group, flags, full_rank):

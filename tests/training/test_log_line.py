@@ -2,6 +2,7 @@ from datetime import datetime
 
 import pytest
 
+from megatron_untied.streaming.copy_engine import Wait
 from megatron_untied.training.reporting import LogLine, evaluation_line
 
 VALUES = {
@@ -39,6 +40,18 @@ def test_log_throughput_adds_megatrons_field_where_megatron_has_it():
         "throughput per GPU (TFLOP/s/GPU): 322.0",
         "learning rate: 3.000000E-04",
     ]
+
+
+def test_waits_come_last_by_phase_the_longest_first():
+    waits = {
+        Wait("disk", "backward"): 0.5,
+        Wait("host", "attention forward"): 0.001,
+        Wait("host", "MLP backward tiles"): 0.02,
+    }
+    assert str(LogLine(**VALUES, waits=waits)).endswith(
+        " | waits for host (ms): 21.0 (MLP backward tiles 20.0, attention forward 1.0)"
+        " | waits for disk (ms): 500.0 (backward 500.0) |"
+    )
 
 
 @pytest.mark.parametrize(("loss", "perplexity"), [(0.0, "1.000000E+00"), (30.0, "4.851652E+08")])

@@ -17,7 +17,7 @@ from megatron_untied.training.metrics import (
 KEYS = {
     "iteration", "consumed_samples", "lm_loss", "grad_norm", "learning_rate", "valid_tokens",
     "skipped", "loss_spike", "step_seconds", "tokens_per_second_per_gpu", "tflops_per_gpu",
-    "peak_device_bytes",
+    "peak_device_bytes", "host_wait_seconds", "disk_wait_seconds",
 }  # fmt: skip
 
 

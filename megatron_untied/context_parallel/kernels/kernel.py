@@ -104,9 +104,8 @@ class AttentionKernel(ABC):
     def backward(self, d_out: Tensor, x: Qkv, y: Attended, *, into: QkvGrads, mask: Mask) -> None:
         """Write the gradients of q, k, v into ``into``, given that of the output [s_q, b, h, d].
 
-        ``into.dq`` may be ``d_out`` if every query sees a key. ``y`` is the result over all keys
-        that the queries see. If ``x`` holds only some of them, the gradients are their part of a
-        sum.
+        ``into.dq`` may be ``d_out``. ``y`` is the result over all keys that the queries see. If
+        ``x`` holds only some of them, the gradients are their part of a sum.
 
         Raises:
             ValueError: for a layout or size beyond the kernel's limits.
@@ -115,15 +114,19 @@ class AttentionKernel(ABC):
         shape = Shape.of(x)
         self.counter.backward_calls += 1
         calls, leaves_rows = self._counted_calls(shape, mask, num_products=5)
-        if leaves_rows:
-            assert not torch._C._is_alias_of(into.dq, d_out), "dO is read after dq is zeroed"
-            for gradient in into:
-                gradient.zero_()  # no call writes rows that see nothing or that nothing sees
+        if leaves_rows:  # no call writes keys that nothing sees
+            into.dk.zero_()
+            into.dv.zero_()
         for call in calls:
             # Kernels take no strides of the log-sum-exp. Only segments of a sample make a copy.
             lse = y.lse[call.samples, call.heads, call.queries].contiguous()
             call_y = Attended(call.of_queries(y.out), lse)
             self._backward(call.of_queries(d_out), call.of(x), call_y, call.of(into), call)
+        if leaves_rows:  # nor queries that see nothing; afterwards, as calls may read dO there
+            sees_none = torch.ones(shape.num_queries, shape.b, 1, 1, dtype=torch.bool)
+            for call in calls:
+                sees_none[call.queries, call.samples] = False
+            into.dq.masked_fill_(sees_none.to(into.dq.device), 0)
 
     def _counted_calls(
         self, shape: Shape, mask: Mask, *, num_products: int

@@ -135,20 +135,22 @@ class TracedKernel(AttentionKernel):
         self.kind, self.name, self.scratch = kind, f"{kind.name}, traced", SCRATCH[kind]
         self.limits = limits or kind.limits
 
-    def most_bytes(self, shape: Shape, itemsize: int, *, num_heads: int) -> tuple[int, int]:
-        """The most that one call of a causal forward of ``shape`` allocates, and of a backward.
+    def most_bytes(
+        self, shape: Shape, itemsize: int, *, num_heads: int, causal: bool = True
+    ) -> tuple[int, int]:
+        """The most that one call of a forward of ``shape`` allocates, and of a backward.
 
         ``num_heads``: of the tensors that the query heads of ``shape`` lie in.
 
         Raises:
             ValueError: for a size that the kernel cannot index.
         """
-        most, calls = (0, 0), split_calls(shape, Mask(), self.limits)
+        most, calls = (0, 0), split_calls(shape, Mask(causal=causal), self.limits)
         for call in calls:
             part = call.shape(shape.d)
             is_strided = shape.b > 1 or part.h < num_heads
             forward, backward = self.scratch.num_bytes(
-                part, itemsize, causal=True, strided=2 * is_strided
+                part, itemsize, causal=causal, strided=2 * is_strided
             )
             if len(calls) > 1:  # its log-sum-exp, before it is copied to that of all heads
                 forward += part.b * part.h * part.num_queries * _FP32

@@ -100,6 +100,12 @@ class Cell:
         }
 
 
+def committed(file: Path = HERE / "results/longest_context.json") -> dict[Cell, dict]:
+    """What :func:`write` wrote."""
+    named = json.loads(file.read_text())
+    return {Cell(x.pop("ranks"), x.pop("gpu"), x.pop("host")): x for x in named}
+
+
 CELLS = [Cell(ranks, card, host) for ranks in RANKS for card in GPUS for host in HOSTS]
 
 
@@ -127,7 +133,8 @@ def row(ranks: int, card: str, found: dict[Cell, dict]) -> str:
 
 
 def table(rows: Iterator[tuple[int, str]], found: dict[Cell, dict]) -> list[str]:
-    """The lines of a table of ``rows``, ranks with a card."""
+    """The lines of a table of ``rows``, ranks with a card, as far as they were planned."""
+    rows = [each for each in rows if all(Cell(*each, host) in found for host in HOSTS)]
     head = ["| GPUs | " + " | ".join(HOSTS) + " |", "|" + "---|" * (len(HOSTS) + 1)]
     return head + [row(ranks, card, found) for ranks, card in rows]
 
@@ -146,7 +153,8 @@ def draw(found: dict[Cell, dict]) -> pyplot.Figure:
     colors = ("#a9d6e5", "#61a5c2", "#2a6f97", "#2b9348")
     for ranks, axes in zip(RANKS, panels, strict=True):
         for place, (host, color) in enumerate(zip(HOSTS, colors, strict=True)):
-            millions = [found[Cell(ranks, card, host)]["tokens"] / MI for card in GPUS]
+            cells = [Cell(ranks, card, host) for card in GPUS]
+            millions = [found[cell]["tokens"] / MI if cell in found else 0 for cell in cells]
             at = [number + (place - 1.5) * 0.2 for number in range(len(GPUS))]
             bars = axes.bar(at, millions, 0.2, color=color, label=host)
             labels = [f"{value:.2g}" if value else "" for value in millions]
@@ -167,21 +175,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, default=1, help="cells at the same time (1)")
-    parser.add_argument("--folder", type=Path, default=HERE / "results", help="of table and JSON")
-    parser.add_argument(
-        "--picture", type=Path, default=HERE.parent / "docs/pictures/longest_context.png"
-    )
     options = parser.parse_args()
     with ProcessPoolExecutor(options.jobs) as executor:
         numbers = executor.map(Cell.planned, CELLS)
         found = dict(zip(CELLS, track(numbers, "planning", len(CELLS)), strict=True))
+    write(found)
+
+
+def write(found: dict[Cell, dict]) -> None:
+    """Write the numbers, the page, the picture, and the rows of the README."""
     named = [
         {"ranks": cell.ranks, "gpu": cell.card, "host": cell.host} | x for cell, x in found.items()
     ]
-    options.folder.mkdir(parents=True, exist_ok=True)
-    (options.folder / "longest_context.json").write_text(json.dumps(named, indent=1) + "\n")
-    (options.folder / "longest_context.md").write_text(report(found))
-    draw(found).savefig(options.picture, dpi=140)
+    (HERE / "results/longest_context.json").write_text(json.dumps(named, indent=1) + "\n")
+    (HERE / "results/longest_context.md").write_text(report(found))
+    draw(found).savefig(HERE.parent / "docs/pictures/longest_context.png", dpi=140)
     readme = HERE.parent / "README.md"
     before, _, rest = readme.read_text().partition(BEGIN)
     rows = "\n".join(table(iter(README_ROWS), found))

@@ -77,7 +77,7 @@ def _draw_on_the_host(axes: Axes, markdown: str) -> None:
             axes.annotate(
                 f"{gib:.1f}",
                 (millions, gib),
-                xytext=(0, -14),
+                xytext=(0, -16),
                 textcoords="offset points",
                 ha="center",
                 color="#e07a00",
@@ -110,7 +110,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="PNG file to write")
     output = parser.parse_args().output
-    figure, axes = pyplot.subplots(figsize=(9, 4.6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 5.6), layout="constrained")
     _draw_published(axes, json.loads((RESULTS / "published.json").read_text()))
     _draw_ours(axes, (RESULTS / "memory.md").read_text())
     _draw_on_the_host(axes, (RESULTS / "memory.md").read_text())
@@ -126,8 +126,11 @@ def main() -> None:
     )
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        frameon=False, loc="lower right", title="squares: numbers reported by their authors"
+    figure.legend(
+        frameon=False,
+        loc="outside lower center",
+        ncols=2,
+        title="squares: numbers reported by their authors",
     )
     figure.savefig(output, dpi=140)
 

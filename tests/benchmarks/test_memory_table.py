@@ -7,7 +7,6 @@ from benchmarks.memory_table import LENGTHS, SUBJECTS, Case, report
 from megatron_untied.cli.arguments import parse_arguments
 from megatron_untied.cli.planner_flags import complete
 
-LONGEST = longest_context.HERE / "results/longest_context.json"
 CASES = [Case(s, length, each) for s in SUBJECTS for length in s.lengths for each in s.settings]
 
 
@@ -37,16 +36,15 @@ def test_a_trace_that_is_there_is_not_made_again(tmp_path):
 
 @pytest.mark.parametrize("number", [5, 39])  # one GPU of 24 GB with 1 TiB, eight of 80 with drives
 def test_the_longest_context_is_what_is_committed(number):
-    cell, committed = longest_context.CELLS[number], json.loads(LONGEST.read_text())
-    found = {"ranks": cell.ranks, "gpu": cell.card, "host": cell.host} | cell.planned()
-    assert found == committed[number]
+    cell = longest_context.CELLS[number]
+    assert cell.planned() == longest_context.committed()[cell]
 
 
 def test_the_tables_of_the_longest_context_have_the_committed_numbers():
-    found = dict(zip(longest_context.CELLS, json.loads(LONGEST.read_text()), strict=True))
-    assert LONGEST.with_suffix(".md").read_text() == longest_context.report(found)
+    found, here = longest_context.committed(), longest_context.HERE
+    assert (here / "results/longest_context.md").read_text() == longest_context.report(found)
     rows = longest_context.table(iter(longest_context.README_ROWS), found)
-    assert "\n".join(rows) in (LONGEST.parents[2] / "README.md").read_text()
+    assert "\n".join(rows) in (here.parent / "README.md").read_text()
 
 
 def test_bytes_become_gib_and_h():

@@ -17,21 +17,6 @@ AUTOMATIC = (
 RUN = "--world-size 8 --model llama3-8b --bf16 --seq-length 65536 --context-parallel-size 8"
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--cp-heads-per-chunk auto --gpu-memory-gib 6", "no automatic setting fits: the nearest"),
-        (
-            "--gpus-per-node 3",
-            "--world-size 8 is not the ranks of whole nodes of --gpus-per-node 3",
-        ),
-        ("--nodes 3", "and leave out --nodes"),
-        ("--rank 8", "--rank 8 is not one of the 8 ranks: use 0 to 7"),
-        ("--rank -1", "--rank -1 is not one of the 8 ranks"),
-        ("--json /dev/null/x.json", "/dev/null"),
-        ("--seq-length 134217728 --recompute-granularity full", "give more ring ranks"),
-    ],
-)
 def test_what_is_automatic_is_chosen_as_in_training(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["memory_trace.py", *AUTOMATIC.split()])
     traced = []
@@ -47,6 +32,21 @@ def test_what_is_automatic_is_chosen_as_in_training(monkeypatch, capsys):
     assert "planned: --cp-heads-per-chunk" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--cp-heads-per-chunk auto --gpu-memory-gib 6", "no automatic setting fits: the nearest"),
+        (
+            "--gpus-per-node 3",
+            "--world-size 8 is not the ranks of whole nodes of --gpus-per-node 3",
+        ),
+        ("--nodes 3", "and leave out --nodes"),
+        ("--rank 8", "--rank 8 is not one of the 8 ranks: use 0 to 7"),
+        ("--rank -1", "--rank -1 is not one of the 8 ranks"),
+        ("--json /dev/null/x.json", "/dev/null"),
+        ("--seq-length 134217728 --recompute-granularity full", "give more ring ranks"),
+    ],
+)
 def test_a_mistake_is_said_before_the_trace(flags, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["memory_trace.py", *RUN.split(), *flags.split()])
     with pytest.raises(SystemExit) as stopped:

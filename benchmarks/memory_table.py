@@ -87,6 +87,7 @@ SUBJECTS = (
         "--context-parallel-size 16 --cp-comm-type a2a+p2p "
         "--hierarchical-context-parallel-sizes 8 2",
         ((1, 8192), (5, 16384), (10, 32768)),
+        ("128K", "512K", "1M", "2M", "5M", "10M"),
     ),
     *(
         Subject(
@@ -187,12 +188,16 @@ def rows(subject: Subject, found: dict[Case, dict]) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
 
 
-def report(found: dict[Case, dict]) -> str:
-    """All tables, in Markdown."""
+def report(found: dict[Case, dict], before: str = "") -> str:
+    """All tables, in Markdown; those that nothing was found for are taken from ``before``."""
     lines = ["# Memory of a training step, traced", ""]
     lines += [(HERE / "results/memory_preface.md").read_text().rstrip(), ""]
     for subject in SUBJECTS:
-        lines += [f"## {subject.title}", "", *rows(subject, found), ""]
+        title = f"## {subject.title}\n\n"
+        if any(case.subject is subject for case in found):
+            lines += [title + "\n".join(rows(subject, found)), ""]
+        elif title in before:
+            lines += [title + before.partition(title)[2].partition("\n\n")[0], ""]
     lines += ["## Flags", "", "Of every line, for Llama3-8B at 5M:", "", "```"]
     for setting in SETTINGS:
         case = Case(SUBJECTS[0], "5M", setting)
@@ -208,15 +213,23 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="of the traces' numbers")
     parser.add_argument("--jobs", type=int, default=1, help="traces at the same time (1)")
     parser.add_argument("--out", type=Path, default=HERE / "results/memory.md")
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help="leave tables without them in the title alone"
+    )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     cases = [
-        Case(s, length, setting) for s in SUBJECTS for length in s.lengths for setting in s.settings
+        Case(subject, length, setting)
+        for subject in SUBJECTS
+        if options.only in subject.title
+        for length in subject.lengths
+        for setting in subject.settings
     ]
     with ThreadPoolExecutor(options.jobs) as executor:
         numbers = executor.map(lambda case: case.numbers(options.folder), cases)
         found = dict(zip(cases, track(numbers, "tracing", len(cases)), strict=True))
-    options.out.write_text(report(found))
+    before = options.out.read_text() if options.out.exists() else ""
+    options.out.write_text(report(found, before))
     print(f"wrote {options.out}")
 
 

@@ -60,4 +60,11 @@ def test_bytes_become_gib_and_h():
     }
     case = Case(SUBJECTS[0], "1M", "untied, selective")  # H is 1 GiB
     row = "1M | untied, selective | 8192 | 20.00 | 10.00 | loss | 1.5 | 1 | 1.235e+07 | 7.50"
-    assert f"| {row} |\n" in report({case: numbers})
+    written = report({case: numbers})
+    assert f"| {row} |\n" in written
+    # The tables of other models stay as they are.
+    title = f"## {SUBJECTS[1].title}"
+    assert title not in written
+    before = f"# x\n\n{title}\n\n| 1 |\n| 2 |\n\n## y\n\n{row}"
+    assert written != (both := report({case: numbers}, before))
+    assert f"{title}\n\n| 1 |\n| 2 |\n\n## Flags\n" in both

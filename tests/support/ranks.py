@@ -48,8 +48,11 @@ class RankPool:
 
     def run(self, function: Callable, args: tuple, kwargs: dict, timeout: float) -> list[Any]:
         """Results in rank order; raises the first failing rank's traceback."""
-        for pipe in self._pipes:
-            pipe.send((function, args, kwargs))
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send((function, args, kwargs))
+            except BrokenPipeError:
+                self._fail(f"rank {rank} died between two checks")
         waiting = dict(enumerate(self._pipes))
         results: dict[int, Any] = {}
         while waiting:

@@ -119,7 +119,8 @@ def test_a_limit_on_locked_memory_does_not_keep_a_run_from_starting(capsys, monk
 def test_disks_for_activations_need_folders_with_room(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(check_node, "this_node", lambda: H100_NODE)
     small = ["--activation-disk", f"{tmp_path}", "--activation-disk-gib", "2"]
-    large = ["--activation-disk", f"{tmp_path},{tmp_path}/missing"]
+    folders = f"{tmp_path},{tmp_path}/missing"
+    large = ["--activation-disk", folders, "--activation-disk-gib", "all"]
     assert check_node.main([*FLAGS, *small]) == 0
     assert re.search(r"GiB for --activation-disk +needed +16 +here", capsys.readouterr().out)
     assert check_node.main([*FLAGS, *large]) == 1

@@ -77,7 +77,7 @@ def rehearse(launcher: str, folder: Path) -> None:
     assert "rehearsal: done, nothing failed" in done.stdout
 
 
-@pytest.mark.slow  # test_guide.py rehearses a launcher too
+@pytest.mark.slow  # a minute, as for the launchers in test_guide.py
 @pytest.mark.timeout(900)
 def test_a_launcher_plans_trains_saves_and_goes_on(tmp_path):
     rehearse("pretrain_8b_5m.sh", tmp_path)

@@ -21,6 +21,7 @@ from typing import Any
 from rich.progress import track
 
 import megatron_untied  # noqa: F401 - before any test imports megatron.core
+from benchmarks.peers import first_of, time_ratios
 
 RESULTS = Path(__file__).parent / "results"
 KILLS, SOAK_STEPS = 200, 500
@@ -139,12 +140,11 @@ def _ratios(lengths: dict[str, Any]) -> str:
     for name in names:
         cells = []
         for measured in lengths.values():
-            first = next(each for each in measured.values() if "error" not in each)
-            own = measured.get(name, {"error": "not measured"})
+            first, own = first_of(measured), measured.get(name, {"error": "not measured"})
             if "error" in own:
                 cells.append("-")
                 continue
-            time = statistics.median(a / b for a, b in zip(own["cpu"], first["cpu"], strict=True))
+            time = statistics.median(time_ratios(own, first, "cpu"))
             cells.append(f"{time:.2f}, {own['memory_mib'] / first['memory_mib']:.2f}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -130,7 +130,7 @@ def compare(
 
 def check_losses(measured: dict[str, Measured]) -> None:
     """Raise a ValueError if two systems do not compute the same two losses."""
-    expected = next(each["loss"] for each in measured.values() if "error" not in each)
+    expected = first_of(measured)["loss"]
     for name, each in measured.items():
         for loss, right in zip(each.get("loss", []), expected, strict=False):
             if not abs(loss - right) <= TOLERANCE * abs(right):
@@ -140,17 +140,27 @@ def check_losses(measured: dict[str, Measured]) -> None:
                 )
 
 
+def first_of(measured: dict[str, Measured]) -> Measured:
+    """That of the system which the others are compared with: the first that ran."""
+    return next(each for each in measured.values() if "error" not in each)
+
+
+def time_ratios(own: Measured, first: Measured, kind: str) -> list[float]:
+    """Seconds of a system over those of the first one, round by round."""
+    return [a / b for a, b in zip(own[kind], first[kind], strict=True)]
+
+
 def table(measured: dict[str, Measured]) -> str:
     """Markdown: medians of the first system, and of the others' ratios to it within a round."""
     lines = ["| system | wall time | CPU time | memory |", "|---|---|---|---|"]
-    first = next(each for each in measured.values() if "error" not in each)
+    first = first_of(measured)
     for name, each in measured.items():
         if "error" in each:
             lines.append(f"| {name} | {each['error']} | | |")
             continue
         cells = []
         for kind in ("wall", "cpu"):
-            ratios = [a / b for a, b in zip(each[kind], first[kind], strict=True)]
+            ratios = time_ratios(each, first, kind)
             spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
             cells.append(f"{statistics.median(ratios):.2f} ({spread})")
             if each is first:
@@ -195,10 +205,7 @@ def draw(results: dict[str, Any], picture: Path, kind: str) -> None:
             (x, y, z) for x, y, z in zip(lengths, rows, firsts, strict=True) if "error" not in y
         ]
         ticks = [f"{int(length) // 1024}K" for length, _, _ in pairs]
-        times = [
-            statistics.median(a / b for a, b in zip(own[kind], first[kind], strict=True))
-            for _, own, first in pairs
-        ]
+        times = [statistics.median(time_ratios(own, first, kind)) for _, own, first in pairs]
         axes[0].plot(ticks, times, "o-", label=name)
         memory = [own["memory_mib"] / first["memory_mib"] for _, own, first in pairs]
         axes[1].plot(ticks, memory, "o-", label=name)

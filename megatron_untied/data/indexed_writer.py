@@ -16,6 +16,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_untied.checkpoint.directory import read_object
+from megatron_untied.checkpoint.run_config import from_json, is_a
 from megatron_untied.data.documents import Place, records_digest
 from megatron_untied.data.provenance import ENDING, Provenance
 from megatron_untied.data.records import num_bytes_of
@@ -209,12 +210,12 @@ def load_finished_part(
 def _read_finished_part(path: Path) -> FinishedPart:
     fields = read_object(path, "leave --resume out to start over")
     try:
-        part = FinishedPart(**{**fields, "last": Place(**fields["last"])})
-        is_valid = type(part.last.number) is type(part.last.file_index) is int
-        is_valid = is_valid and part.last.file_index >= 0 and isinstance(part.num_empty, dict)
-    except (KeyError, TypeError):
+        last = from_json(Place, fields.get("last"), path)
+        part = from_json(FinishedPart, fields | {"last": last}, path)
+        is_valid = last.file_index >= 0 and all(is_a(x, int) for x in part.num_empty.values())
+    except ValueError:
         is_valid = False
-    if not is_valid or not all(type(count) is int for count in part.num_empty.values()):
+    if not is_valid:
         raise ValueError(f"--resume: {path} is damaged; leave the flag out to start over")
     return part
 
